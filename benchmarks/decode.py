@@ -106,7 +106,7 @@ def _on_mesh(quick: bool, mesh: ParallelConfig, dtype: str, ids: Tensor, expecte
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
     stored = replace(token, cache=dtype)
     planned = [
-        layer.mixer.cache_by_rank(CostContext(shape, stored.on(**mesh.degrees)), generated, prompt)[sp.rank]
+        layer.mixing.cache_by_rank(CostContext(shape, stored.on(**mesh.degrees)), generated, prompt)[sp.rank]
         for layer in shape.layers
     ]
     cached = replace(token, context=prompt + generated, cache=dtype)

@@ -36,8 +36,8 @@ from longspan import exchange
 from longspan.comm.collectives import P2PMessage, all_gather, post, wait_for
 from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups, group_name
-from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.mixer import Tokens
+from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import depend
 
 GOAL = 1.15

@@ -26,8 +26,8 @@ from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.weights.gradients import GradientAverage
 from longspan.memory.offload.store import Store
 from longspan.plan import CATALOGUE, Job
-from longspan.plan.cost.memory import in_mixer, offloaded_bytes
-from longspan.plan.cost.training_memory import training_peaks
+from longspan.plan.cost.peak_memory import mixing_peak, offloaded_bytes
+from longspan.plan.cost.training_peaks import training_peaks
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
 from tests.choose import each_value
@@ -242,7 +242,7 @@ def _planned(mesh: dict[str, int], kv_heads: int, keys: AttendedKeys, **options:
         CostContext(MODEL, dataclasses.replace(job, mode=mode).on(**mesh))  # type: ignore[arg-type]
         for mode in ("train", "prefill")
     )
-    in_forward = sum(size for item, size in in_mixer(layer, alone).items() if item != "qkv")
+    in_forward = sum(size for item, size in mixing_peak(layer, alone).items() if item != "qkv")
     return _Planned(layer.backward_buffers(training).total / UNIT, in_forward / UNIT)
 
 

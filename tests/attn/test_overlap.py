@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.attn.methods.chunked import ChunkedUlysses
+from longspan.attn.methods.head_chunks import ChunkedUlysses
 from longspan.attn.methods.ring import Ring
 from longspan.comm.all_to_all import AllToAll
 from longspan.comm.counting import count_sent

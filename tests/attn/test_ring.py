@@ -171,9 +171,9 @@ def test_a_window_needs_only_neighbours() -> None:
     contiguous = _routes(Layout(8), 800, Mask(window=50))
     assert contiguous.right == (1,) * 7 + (0,) and contiguous.left == (0,) * 8
     zigzag = _routes(Layout(8, 1, "zigzag"), 800, Mask(window=50))
-    assert zigzag.rounds == 1 and sum(zigzag.right) == sum(zigzag.left) == 7
+    assert zigzag.steps == 1 and sum(zigzag.right) == sum(zigzag.left) == 7
     documents = Mask(segments=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
-    assert _routes(Layout(8), 800, documents).rounds == 0
+    assert _routes(Layout(8), 800, documents).steps == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from longspan.hf.cache import files
 from longspan.plan import Job
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.layers import exchange
+from longspan.plan.layers import messages
 from tests.generate.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
 from tests.models import build, sharding
 from tests.pool import RankError, RankPool
@@ -71,11 +71,11 @@ def _as_planned() -> None:
                     model(input_ids=ids[:, :1], past_key_values=cache)
             assert _of_layers(sent) == _planned(shape, job, 1, sp), (name, ring)
             c = CostContext(shape, job)
-            planned = [layer.mixer.cache_by_rank(c, tokens, chunk) for layer in shape.layers]
+            planned = [layer.mixing.cache_by_rank(c, tokens, chunk) for layer in shape.layers]
             assert [cache.layer_caches[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
             assert cache.nbytes == sum(held[sp.rank] for held in planned)
-            at_prompt = [layer.mixer.cache_by_rank(c) for layer in shape.layers]
-            assert [max(held) for held in at_prompt] == [layer.mixer.cache_bytes(c) for layer in shape.layers]
+            at_prompt = [layer.mixing.cache_by_rank(c) for layer in shape.layers]
+            assert [max(held) for held in at_prompt] == [layer.mixing.cache_bytes(c) for layer in shape.layers]
 
 
 def _of_layers(sent: list[Any]) -> Counter[tuple[str, int]]:
@@ -88,9 +88,9 @@ def _planned(shape: Any, job: Job, tokens: int, sp: Any) -> Counter[tuple[str, i
     planned: Counter[tuple[str, int]] = Counter()
     for layer in shape.layers:
         each = (
-            exchange.decode(layer.mixer, CostContext(shape, job))
+            messages.decode(layer.mixing, CostContext(shape, job))
             if tokens == 1
-            else exchange.chunk(layer.mixer, CostContext(shape, job), tokens, sp.ulysses_rank)
+            else messages.prompt_chunk(layer.mixing, CostContext(shape, job), tokens, sp.ulysses_rank)
         )
         for one in each:
             planned[one.op, one.bytes] += one.calls

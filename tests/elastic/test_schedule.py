@@ -40,7 +40,7 @@ def work_of_ranks(schedule: Schedule, lengths: list[int], mesh: ParallelConfig) 
     """Count the FLOPs of each rank in each round: of its tokens, padding included, and of the pairs that it attends."""
     layer = MODEL.layers[0]
     per_token = 6.0 * (layer.matmul_params_active * len(MODEL.layers) + MODEL.vocab * MODEL.d_model)
-    per_pair = 3.5 * 2 * layer.mixer.q_heads * (layer.mixer.head_dim + layer.mixer.v_head_dim) * len(MODEL.layers)
+    per_pair = 3.5 * 2 * layer.mixing.q_heads * (layer.mixing.head_dim + layer.mixing.v_head_dim) * len(MODEL.layers)
     rounds = []
     for groups in schedule.rounds:
         work = [0.0] * schedule.ranks

@@ -17,10 +17,10 @@ import longspan
 from longspan.comm.counting import count_sent
 from longspan.core.cache import CacheConfig
 from longspan.plan import Job, ParallelConfig
-from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
+from longspan.plan.cost.peak_memory import cache_on_device, key_value_bytes, state_bytes
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.layers import exchange
+from longspan.plan.layers import messages
 from tests.choose import confirming
 from tests.generate.generating import (
     PROMPT,
@@ -162,12 +162,12 @@ def _as_planned(families: list[str]) -> None:
                 assert held.tolist() == planned_bytes, (family, held, planned_bytes)
                 continue
             planned: Counter[tuple[str, int]] = Counter()
-            for mixer in [layer.mixer for layer in shape.layers]:
+            for mixing in [layer.mixing for layer in shape.layers]:
                 one = replace(chunk, job=replace(chunk.job, mode=mode))
-                if mixer.shards_heads and mode == "prefill":
-                    each = exchange.chunk(mixer, one, 32, sp.ulysses_rank)
+                if mixing.shards_heads and mode == "prefill":
+                    each = messages.prompt_chunk(mixing, one, 32, sp.ulysses_rank)
                 else:
-                    each = exchange.decode(mixer, one) if mixer.shards_heads else mixer.sent(one)
+                    each = messages.decode(mixing, one) if mixing.shards_heads else mixing.sent(one)
                 planned.update({(x.op, x.bytes): x.calls for x in each if x.calls})
             # The last token's hidden state is broadcast.
             of_layers = Counter((x.op, x.bytes) for x in sent if x.op != "broadcast")

@@ -103,7 +103,7 @@ def _reuses(folder: Path, expected: list[Any], more: Any) -> None:
     cache.save(folder)
     shape = shape_from_config(model.config.to_dict(), "test")
     job, mesh = Job(context=PROMPT, dtype="fp32", mode="decode"), ParallelConfig(tensor=2, ring=2)
-    held = [layer.mixer.cache_by_rank(CostContext(shape, job.on(**mesh.degrees))) for layer in shape.layers]
+    held = [layer.mixing.cache_by_rank(CostContext(shape, job.on(**mesh.degrees))) for layer in shape.layers]
     assert cache.nbytes == sum(of_layer[sp.rank] for of_layer in held)
     second = torch.cat([first, more], 1)
     check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected[1])

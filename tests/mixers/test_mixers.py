@@ -22,8 +22,8 @@ from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups
 from longspan.compat.friends_api import fla_function
 from longspan.core.errors import LongspanError
-from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.mixer import ChunkFunction, Tokens
+from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import state_passing
 from tests.choose import confirming
 from tests.mixers.recurrence import LIMIT, Case, ids_of, leaves_of, make, relative_errors, run, truth_of

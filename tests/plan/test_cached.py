@@ -22,7 +22,7 @@ from longspan.cache.offload import _StagedLayer
 from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError
 from longspan.plan import Job, ParallelConfig, cost
-from longspan.plan.cost.memory import staged_bytes
+from longspan.plan.cost.peak_memory import staged_bytes
 from longspan.plan.from_model import read_model, shape_from_config
 from longspan.plan.generation import check_fits
 from longspan.plan.hardware import read_hardware

@@ -154,7 +154,7 @@ def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any) -> None
 def test_an_exchange_in_chunks_sends_what_is_planned(mesh: ParallelConfig, chunks: int) -> None:
     """Chunks that divide a rank's KV groups and that do not, and chunks of the queries of one KV head.
 
-    Chunks in which a rank has nothing to send are in tests/attn/test_chunked.py: torch's fake group refuses them.
+    Chunks in which a rank has nothing to send are in tests/attn/test_head_chunks.py: torch's fake group refuses them.
     """
     shapes = ((16, 8, 4, 4), (14, 7, 4, 6), (12, 6, 4, 4), (24, 3, 4, 4), (16, 2, 4, 6))
     cut = {shape: split_head_chunks(split_heads(*shape[:2], mesh.ulysses), 1, chunks) for shape in shapes}
@@ -184,10 +184,10 @@ RECURRENT = [(None, False, 0), ("head", False, 1), ("key", False, 1), ("head", T
 def test_recurrent_layers_send_what_is_planned(mesh: ParallelConfig, layout: str) -> None:
     for i, (n, (decay, delta, columns)) in enumerate(itertools.product((24, 9), RECURRENT)):
         dtype: Any = ("bf16", "fp32")[i % 2]
-        mixer = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4)
+        mixing = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4)
         job = Job(context=n, dtype=dtype, parallel=ParallelConfig(layout=layout))
         planned = Counter[tuple[str, int]]()
-        for s in mixer.sent(CostContext(a_model(*MHA), job.on(**mesh.degrees))):
+        for s in mixing.sent(CostContext(a_model(*MHA), job.on(**mesh.degrees))):
             planned[s.op, 2 * s.bytes] += s.calls
         for rank in range(mesh.ranks):
             assert recurrent_sent(rank, mesh, layout, n, dtype, decay, delta) == planned, (n, decay, delta)
@@ -217,8 +217,8 @@ def a_model(q_heads: int, kv_heads: int, d: int, dv: int, keys: AttendedKeys = C
     config = {**LLAMA, **heads, "hidden_size": 6 * q_heads}
     model = shape_from_config(config, "test")
     layer = model.layers[0]
-    mixer = dataclasses.replace(layer.mixer, v_head_dim=dv, keys=keys)  # type: ignore[call-arg]
-    return dataclasses.replace(model, layers=(dataclasses.replace(layer, mixer=mixer), *model.layers[1:]))
+    mixing = dataclasses.replace(layer.mixing, v_head_dim=dv, keys=keys)  # type: ignore[call-arg]
+    return dataclasses.replace(model, layers=(dataclasses.replace(layer, mixing=mixing), *model.layers[1:]))
 
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -371,7 +371,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
 
     from longspan.hf.weights import experts as module
 
-    route, exchange = Qwen3MoeTopKRouter.forward, module.exchange_counts
+    route, exchange = Qwen3MoeTopKRouter.forward, module.all_to_all_counts
 
     def evenly(self: Any, hidden: torch.Tensor) -> Any:
         logits, weights, index = route(self, hidden)
@@ -383,7 +383,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
         return counts, rows, rows
 
     monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", evenly)
-    monkeypatch.setattr(module, "exchange_counts", equal_counts)
+    monkeypatch.setattr(module, "all_to_all_counts", equal_counts)
     monkeypatch.setattr(Tiled, "_check_independence", lambda self, hidden: None)  # of the first call only
     config, options = {**LLAMA, **MOE}, {"dtype": "fp32", **options, "experts": experts}
     n = 64
@@ -564,7 +564,7 @@ def test_ring_schedule_matches_attention(n: int, ring: int, ulysses: int, layout
     work = pairs_of_blocks(cut, (n, n), a_mask(keys).limited_to(n), 1)
     assert found.routes == ring_routes(readers_of_blocks(work))
     assert found.pairs == tuple(sum(row) for row in work)
-    steps = range(1, found.routes.rounds + 1)
+    steps = range(1, found.routes.steps + 1)
     sends = [
         sum(found.routes.has_hop(rank, direction, step) for step in steps for direction in (1, -1))
         for rank in range(ring)

@@ -17,7 +17,7 @@ GB, MS, MB = 1e9, 1e-3, 1e6
 N, P = 1_000_000, 8
 LLAMA, GPT = read_model("llama-2-70b"), read_model("gpt-7b")  # grouped-query attention; one KV head per query head
 LAYER = LLAMA.layers[0]
-HEADS = LAYER.mixer
+HEADS = LAYER.mixing
 A100 = CATALOGUE["a100-80gb"]
 NODE_OF_ONE = replace(A100, gpus_per_node=1)  # every GPU in a node of its own: all that is sent crosses InfiniBand
 # The figures leave out the latency that the planner adds.

@@ -15,7 +15,7 @@ from torch import Tensor
 import tests.host_memory
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.plan import Job, ParallelConfig, cost, read_hardware
-from longspan.plan.cost.memory import memory
+from longspan.plan.cost.peak_memory import peak_memory
 from longspan.plan.cost.saved import saved_per_token
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
@@ -187,7 +187,7 @@ def test_the_plan_of_a_prompt_on_cpu_ranks_is_an_upper_bound(
         weight_sharding=False,
         parallel=ParallelConfig(tensor_style=style),
     )
-    items = memory(CostContext(model, job.on(**mesh.degrees)), read_hardware("cpu"), tiles=1)
+    items = peak_memory(CostContext(model, job.on(**mesh.degrees)), read_hardware("cpu"), tiles=1)
     planned = sum(items.values())
     measured = measured_by(get_pool(mesh.ranks), planned, peak_of_a_prompt, config, chunk, mesh, style, tmp_path)
     assert measured <= planned <= MOST * measured, items

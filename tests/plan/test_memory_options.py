@@ -21,7 +21,7 @@ from longspan.plan.cost.saved import (
 from longspan.plan.cost.times import NORM_BYTES
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.options import choose_memory, combinations, longest
+from longspan.plan.memory_options import choose_memory, combinations, search_longest_context
 
 LEAN = replace(LONGEST, head_chunks=0)
 
@@ -194,16 +194,16 @@ def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
-    found = longest(LLAMA, Job(context=1), 2, H100)
+    found = search_longest_context(LLAMA, Job(context=1), 2, H100)
     assert found is not None and found.fits and found.runs and found.job.context % 1024 == 0
     longer = replace(found.job, context=found.job.context + 1024)
     with pytest.raises(LongspanError):
         choose_memory(LLAMA, longer.on(**found.mesh.degrees), H100)
-    assert longest(read_model("llama-3.1-405b"), Job(context=1), 1, read_hardware("l40s")) is None
+    assert search_longest_context(read_model("llama-3.1-405b"), Job(context=1), 1, read_hardware("l40s")) is None
 
 
 def goal(name: str, gpus: int, fixed: dict[str, Any] | None = None, hardware: Hardware = H100) -> int:
-    found = longest(read_model(name), Job(context=1), gpus, hardware, fixed or {})
+    found = search_longest_context(read_model(name), Job(context=1), gpus, hardware, fixed or {})
     return 0 if found is None else found.job.context
 
 

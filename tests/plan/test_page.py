@@ -15,8 +15,8 @@ from longspan.cli import main
 from longspan.core.memory import Memory
 from longspan.plan import CATALOGUE, Job, ParallelConfig, cost, read_hardware, read_model, search
 from longspan.plan.job import Mode
+from longspan.plan.memory_options import find_suggestions
 from longspan.plan.methods import compare
-from longspan.plan.options import find_suggestions
 from longspan.plan.views.page import MESHES_SHOWN, grid, page, render
 from longspan.plan.views.report import Report, plan_dict
 from tests.choose import confirming, each_value
@@ -51,7 +51,7 @@ def test_every_point_equals_its_plan(mode: Mode) -> None:
             assert best == (found.recommended and found.recommended.mesh.degrees)
             for listed in point["plans"]:
                 plan = cost(MODEL, at_point.on(**listed["mesh"]), HARDWARE)
-                assert listed == {**plan_dict(plan, longest=False), "memory_options": None, "notes": plan.notes}
+                assert listed == {**plan_dict(plan, max_context=False), "memory_options": None, "notes": plan.notes}
 
 
 def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:

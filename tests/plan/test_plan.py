@@ -134,7 +134,7 @@ def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh
     larger = replace(mesh, **{axis: 2 * getattr(mesh, axis)})
     fewer, more = planned(model, job, mesh), planned(model, job, larger)
     # A ring's first block is full, and as long as the padding makes it: a token more for each rank that shares it.
-    padding = 4 * job.batch * larger.ulysses * sum(layer.mixer.cached_per_token for layer in model.layers)
+    padding = 4 * job.batch * larger.ulysses * sum(layer.mixing.cached_per_token for layer in model.layers)
     padding = 0 if job.mode == "train" else padding
     assert more.memory_total_bytes <= fewer.memory_total_bytes + padding
     for name in ("weights", "optimizer", "kv_cache"):
@@ -300,9 +300,9 @@ def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
     job = Job(context=65536)
     layer = LLAMA.layers[0]
     for ring in (2, 4, 8):
-        whole = layer.mixer.max_flops(CostContext(LLAMA, job))
+        whole = layer.mixing.max_flops(CostContext(LLAMA, job))
         zigzag, contiguous = (
-            layer.mixer.max_flops(CostContext(LLAMA, job.on(layout=layout).on(ring=ring)))  # type: ignore
+            layer.mixing.max_flops(CostContext(LLAMA, job.on(layout=layout).on(ring=ring)))  # type: ignore
             for layout in ("zigzag", "contiguous")
         )
         assert zigzag * ring == pytest.approx(whole, rel=1e-3)
@@ -310,17 +310,15 @@ def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
 
 
 @given(*[st.floats(0, 10)] * 3, st.floats(0.05, 1), st.integers(1, 9))
-def test_ring_wait_is_the_sum_over_rounds(
-    kv: float, gradient: float, attention: float, own: float, rounds: int
-) -> None:
+def test_ring_wait_is_the_sum_over_steps(kv: float, gradient: float, attention: float, own: float, steps: int) -> None:
     halves = 2 if gradient else 1  # of the rank's own block: the second hides the last gradient
-    in_flight = [kv * (number < rounds) + gradient * (number >= 2) for number in range(rounds + 1)]
-    computing = [attention * own / halves] + [attention * (1 - own) / rounds] * rounds
+    in_flight = [kv * (number < steps) + gradient * (number >= 2) for number in range(steps + 1)]
+    computing = [attention * own / halves] + [attention * (1 - own) / steps] * steps
     if gradient:
         in_flight.append(gradient)
         computing.append(attention * own / halves)
     waited = sum(max(0.0, sent - computed) for sent, computed in zip(in_flight, computing, strict=True))
-    assert ring_wait(kv, gradient, attention, own, rounds) == pytest.approx(waited)
+    assert ring_wait(kv, gradient, attention, own, steps) == pytest.approx(waited)
 
 
 def test_a_ring_overlaps_with_a_long_attention() -> None:
@@ -379,8 +377,8 @@ def test_hidden_time_is_bounded_by_the_attention(hidden: float, attention: float
     assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
     ring = CostContext(LLAMA, job.on(overlap_chunks=1).on(ring=2))
-    schedule = layer.mixer.ring_schedule(ring)
-    assert schedule is not None and schedule.routes.rounds == 1
+    schedule = layer.mixing.ring_schedule(ring)
+    assert schedule is not None and schedule.routes.steps == 1
     # Forward: a block, while the rank's own is computed. Backward: that, and a gradient during the rest of its own.
     messages = [attention * schedule.own] + [attention * schedule.own * 0.5] * 2
     waits = sum(1 - hidden + max(0.0, hidden - overlap) for overlap in messages)

@@ -18,7 +18,7 @@ from longspan.core.parallel import ParallelConfig
 from longspan.plan import cost, read_hardware
 from longspan.plan.from_model import read_model, shape_from_config, shape_of_model
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers import Linear, Mlp, Parallel, Softmax, Window, exchange
+from longspan.plan.layers import Linear, Mlp, Parallel, Softmax, Window, messages
 from longspan.plan.names import MODELS
 from longspan.plan.shape import Tuning
 from tests.choose import confirming
@@ -79,7 +79,7 @@ def test_every_family_that_can_be_sharded_is_read(family: str) -> None:
     shape = shape_of_model(model)
     params = sum(p.numel() for p in model.parameters())
     assert shape.params > params if family in SHARED else shape.params == params
-    assert all(layer.mixer.q_heads or layer.mlp.width or layer.mixer.name == "linear" for layer in shape.layers)
+    assert all(layer.mixing.q_heads or layer.mlp.width or layer.mixing.name == "linear" for layer in shape.layers)
     plan = cost(shape, Job(context=64, dtype="fp32").on(ulysses=2), read_hardware("h100"))
     assert plan.memory_total_bytes > 0 and plan.step_seconds > 0
 
@@ -89,7 +89,7 @@ def test_a_layer_of_llama_2_70b() -> None:
     ((layer, count),) = model.layer_kinds
     assert (count, layer.params) == (80, 855_638_016 + 16_384)
     assert layer.matmul_params_active == 855_638_016
-    assert layer.mixer.cached_per_token == 2 * 8 * 128
+    assert layer.mixing.cached_per_token == 2 * 8 * 128
     assert (model.q_heads, model.kv_heads, model.root_params) == (64, 8, 2 * 32000 * 8192 + 8192)
 
 
@@ -97,8 +97,8 @@ def test_equal_layers_are_one_object() -> None:
     model = read_model("gemma-3-4b")
     assert len({id(layer) for layer in model.layers}) == 2
     (sliding, n_sliding), (full, n_full) = model.layer_kinds
-    assert (sliding.mixer.name, sliding.mixer.window, n_sliding) == ("sliding", 1024, 29)
-    assert (full.mixer.name, full.mixer.window, n_full) == ("full", None, 5)
+    assert (sliding.mixing.name, sliding.mixing.window, n_sliding) == ("sliding", 1024, 29)
+    assert (full.mixing.name, full.mixing.window, n_full) == ("full", None, 5)
     assert model.layers[5] is full
     assert model.layers[0] is sliding
 
@@ -119,26 +119,26 @@ def test_matrices_exclude_norms_biases_and_sinks() -> None:
     layer = read_model("gpt-oss-20b").layers[0]
     attention = 2880 * 64 * (64 + 8 + 8) + 64 * 64 * 2880
     assert layer.matmul_params_active == attention + 2880 * 32 + 4 * 3 * 2880 * 2880
-    assert layer.mixer == Softmax(64, 8, 64, 64, Window(128), sinks=True)
+    assert layer.mixing == Softmax(64, 8, 64, 64, Window(128), sinks=True)
 
 
 def test_latent_attention_caches_the_latent_vector() -> None:
     """Only if it is smaller: keys and values of one of 128 heads are 320 elements, of two 640."""
     model = read_model("deepseek-v3")
     layer = model.layers[0]
-    assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64, rope_dim=64)
-    assert layer.mixer.cached_per_token == 512 + 64
+    assert layer.mixing == Softmax(128, 128, 192, 128, latent_dim=512 + 64, rope_dim=64)
+    assert layer.mixing.cached_per_token == 512 + 64
     job = Job(context=1024, mode="decode")
     for mesh, elements in (
         (ParallelConfig(ring=64), 576 / 64),
         (ParallelConfig(ulysses=64), 576),
         (ParallelConfig(ulysses=128), 320),
     ):
-        assert layer.mixer.cache_bytes(CostContext(model, job.on(**mesh.degrees))) == 1024 * 2 * elements
+        assert layer.mixing.cache_bytes(CostContext(model, job.on(**mesh.degrees))) == 1024 * 2 * elements
     expanded = replace(job, cache=CacheConfig(latent=False))
-    assert layer.mixer.cache_bytes(CostContext(model, expanded.on(ulysses=64))) == 1024 * 2 * 2 * 320
+    assert layer.mixing.cache_bytes(CostContext(model, expanded.on(ulysses=64))) == 1024 * 2 * 2 * 320
     # It attends with heads of 576 and 512 over one KV head, so partial outputs are wider.
-    (sent,) = exchange.decode(layer.mixer, CostContext(model, job.on(ulysses=64)))
+    (sent,) = messages.decode(layer.mixing, CostContext(model, job.on(ulysses=64)))
     assert sent.bytes == 2 * 512 * 2 * 63
 
 
@@ -151,26 +151,26 @@ def test_recurrent_layers() -> None:
         "nemotron-h-8b": Linear(128, 8, 128, 64, columns=1, chunk=128, channels=128 * 64 + 2 * 8 * 128, kernel=4),
         "minimax-text-01": Linear(64, 64, 128, 128, columns=1, chunk=256),
     }
-    for name, mixer in first.items():
+    for name, mixing in first.items():
         model = read_model(name)
-        assert model.layers[0].mixer == mixer, name
-        full = next(layer for layer in model.layers if layer.mixer.shards_heads)
-        assert model.q_heads == full.mixer.q_heads  # those that softmax attention exchanges
-    assert (mixer.state_elements, mixer.cached_per_token) == (64 * 128 * 128, 0)
-    assert read_model("kimi-linear-48b-a3b").layers[3].mixer == Softmax(32, 32, 192, 128, latent_dim=576, rope_dim=64)
+        assert model.layers[0].mixing == mixing, name
+        full = next(layer for layer in model.layers if layer.mixing.shards_heads)
+        assert model.q_heads == full.mixing.q_heads  # those that softmax attention exchanges
+    assert (mixing.state_elements, mixing.cached_per_token) == (64 * 128 * 128, 0)
+    assert read_model("kimi-linear-48b-a3b").layers[3].mixing == Softmax(32, 32, 192, 128, latent_dim=576, rope_dim=64)
 
 
 def test_attention_and_a_recurrence_in_one_layer() -> None:
     shape = shape_of_model(build("FalconH1"))
-    mixer = shape.layers[0].mixer
-    assert isinstance(mixer, Parallel)
+    mixing = shape.layers[0].mixing
+    assert isinstance(mixing, Parallel)
     c = CostContext(shape, Job(context=64).on(ulysses=2))
-    alone = Softmax(*(getattr(mixer, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")))
-    assert mixer.sent(c) == [*alone.sent(c), *mixer.beside.sent(c)]
-    assert mixer.saved(c) == alone.saved(c) + mixer.beside.saved(c)
-    assert mixer.max_flops(c) == alone.max_flops(c) + mixer.beside.max_flops(c)
+    alone = Softmax(*(getattr(mixing, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")))
+    assert mixing.sent(c) == [*alone.sent(c), *mixing.beside.sent(c)]
+    assert mixing.saved(c) == alone.saved(c) + mixing.beside.saved(c)
+    assert mixing.max_flops(c) == alone.max_flops(c) + mixing.beside.max_flops(c)
     decode = CostContext(shape, Job(context=64, mode="decode").on(ulysses=2))
-    assert mixer.cache_bytes(decode) == alone.cache_bytes(decode) + mixer.beside.cache_bytes(decode)
+    assert mixing.cache_bytes(decode) == alone.cache_bytes(decode) + mixing.beside.cache_bytes(decode)
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3Text", "Olmo2", "GPTNeoX"])
@@ -179,7 +179,7 @@ def test_cached_elements_per_token_equal_those_of_transformers(family: str) -> N
     with torch.device("meta"):
         cache = model(input_ids=torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
     held = [(x.keys.numel() + x.values.numel()) / (2 * x.keys.shape[2]) for x in cache.layers]
-    assert held == [layer.mixer.cached_per_token for layer in shape_of_model(model).layers]
+    assert held == [layer.mixing.cached_per_token for layer in shape_of_model(model).layers]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

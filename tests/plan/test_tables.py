@@ -17,7 +17,7 @@ from longspan.core.formatting import parameters, size
 from longspan.core.parallel import ParallelConfig
 from longspan.plan import Job, Plan, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
-from longspan.plan.options import find_suggestions, search_memory_options
+from longspan.plan.memory_options import find_suggestions, search_memory_options
 from longspan.plan.views.tables import show
 from tests.choose import confirming, each_value, grouped
 

@@ -26,7 +26,7 @@ from longspan.plan.cost.vision import shares, tower_flops
 from longspan.plan.from_model import shape_of
 from longspan.plan.job import CostContext
 from longspan.plan.names import MODELS
-from longspan.plan.tower import Pictures, read_pictures
+from longspan.plan.tower import PictureShape, read_pictures
 from tests.choose import confirming
 from tests.hf.pictures import END, FAMILIES, GRIDS, IMAGE, START, VIDEO, Rows, batch, build, rows_for
 from tests.host_memory import at_rest, peak_of
@@ -86,17 +86,17 @@ def test_parameters_of_the_published_checkpoints() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pictures, shares, FLOPs.
+# Shares, FLOPs.
 
 
 def test_pictures_of_flags() -> None:
     qwen2_5, qwen3 = (read_model(name).tower for name in ("qwen2.5-vl-7b", "qwen3-vl-8b"))
     assert qwen2_5 is not None and qwen3 is not None
     video = read_pictures("--video", "255x450x330", qwen2_5)
-    assert video == Pictures("video", 128, 32, 24)  # 448 x 336 pixels, two frames a patch
+    assert video == PictureShape("video", 128, 32, 24)  # 448 x 336 pixels, two frames a patch
     assert video.tokens(qwen2_5) == 128 * 192 + 2 and video.tokens(qwen3) == 128 * (192 + 2)
     images = read_pictures("--images", "3x1024x10", qwen3)
-    assert images == Pictures("image", 3, 64, 2) and images.tokens(qwen3) == 3 * (32 + 2)
+    assert images == PictureShape("image", 3, 64, 2) and images.tokens(qwen3) == 3 * (32 + 2)
     for text in ("448x448", "0x448x448", "many"):
         with pytest.raises(LongspanError, match=rf"--video {text}"):
             read_pictures("--video", text, qwen3)
@@ -105,7 +105,7 @@ def test_pictures_of_flags() -> None:
 def test_shares_are_those_of_the_code() -> None:
     shape = shape_of(build("Qwen3VL").config)
     for units, ranks in ((1, 4), (5, 4), (8, 4), (9, 8), (7, 3)):
-        job = Job(context=600, pictures=(Pictures("video", units, 4, 6),))
+        job = Job(context=600, pictures=(PictureShape("video", units, 4, 6),))
         (share,) = shares(CostContext(shape, job.on(ulysses=ranks)))
         spans = split_by_cost([24] * units, ranks)
         assert share.patches == max(max(stop - start, 1) for start, stop in spans) * 24
@@ -118,7 +118,7 @@ def test_flops_of_a_tower() -> None:
     model = read_model("qwen2.5-vl-7b")
     tower = model.tower
     assert tower is not None
-    job = Job(context=8192, pictures=(Pictures("video", 8, 32, 20),))
+    job = Job(context=8192, pictures=(PictureShape("video", 8, 32, 20),))
     products, attention = tower_flops(CostContext(model, job.on(ulysses=4)), largest=False)
     patches, d = 8 * 640, 1280
     blocks = 32 * (4 * d * d + 3 * d * 3420)
@@ -136,7 +136,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     """Of frames that windows do not divide; eager attention, whose products torch counts."""
     import transformers
 
-    config, pictures = _config(family), (Pictures("video", 3, 10, 6),)
+    config, pictures = _config(family), (PictureShape("video", 3, 10, 6),)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     whole = _batch(family, pictures, 5)
@@ -190,13 +190,13 @@ def test_a_step_sends_what_is_planned(
     assert measured == planned
 
 
-def _pictures(rows: Rows) -> tuple[Pictures, ...]:
+def _pictures(rows: Rows) -> tuple[PictureShape, ...]:
     """Images of a row must be equal."""
-    found = dict[str, Pictures]()
+    found = dict[str, PictureShape]()
     for part in rows[0]:
         if not isinstance(part, int):
             kind, frames, height, width = part
-            found[kind] = Pictures(kind, frames + (found[kind].units if kind in found else 0), height, width)
+            found[kind] = PictureShape(kind, frames + (found[kind].units if kind in found else 0), height, width)
     return tuple(found.values())
 
 
@@ -232,11 +232,11 @@ LARGER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
 FP32 = {"dtype": "fp32"}
-Case = tuple[str, tuple[Pictures, ...], int, ParallelConfig, dict[str, Any]]
+Case = tuple[str, tuple[PictureShape, ...], int, ParallelConfig, dict[str, Any]]
 
 
-def _video(frames: int) -> tuple[Pictures, ...]:
-    return (Pictures("video", frames, 16, 16),)
+def _video(frames: int) -> tuple[PictureShape, ...]:
+    return (PictureShape("video", frames, 16, 16),)
 
 
 MEASURED = [
@@ -244,7 +244,7 @@ MEASURED = [
     *confirming(
         [
             ("Qwen3VL", _video(8), 200, ParallelConfig(ulysses=2), {"dtype": "bf16"}),
-            ("Qwen2VL", (Pictures("image", 4, 16, 16), *_video(4)), 200, ParallelConfig(ulysses=2), FP32),
+            ("Qwen2VL", (PictureShape("image", 4, 16, 16), *_video(4)), 200, ParallelConfig(ulysses=2), FP32),
             ("Qwen2_5_VL", _video(32), 800, ParallelConfig(data=2, ulysses=2),
              {"dtype": "bf16", "memory": CHECKPOINTED}),
         ]
@@ -254,7 +254,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("family", "pictures", "text", "mesh", "options"), MEASURED)
 def test_the_plan_of_cpu_ranks_is_an_upper_bound(
-    family: str, pictures: tuple[Pictures, ...], text: int, mesh: ParallelConfig, options: dict[str, Any],
+    family: str, pictures: tuple[PictureShape, ...], text: int, mesh: ParallelConfig, options: dict[str, Any],
     get_pool: Callable[[int], RankPool], tmp_path: Path,
 ) -> None:  # fmt: skip
     context = _batch(family, pictures, text)["input_ids"].shape[1]
@@ -277,7 +277,7 @@ def _config(family: str) -> Any:
     return getattr(transformers, f"{family}Config")(text_config=text, vision_config=LARGER[family], **ids)
 
 
-def _batch(family: str, pictures: tuple[Pictures, ...], text: int) -> dict[str, torch.Tensor]:
+def _batch(family: str, pictures: tuple[PictureShape, ...], text: int) -> dict[str, torch.Tensor]:
     tower = shape_of(_config(family)).tower
     assert tower is not None
     ids, kinds, whole = list[int](), list[int](), dict[str, torch.Tensor]()
@@ -298,7 +298,12 @@ def _batch(family: str, pictures: tuple[Pictures, ...], text: int) -> dict[str, 
 
 
 def _peak_of_a_step(
-    family: str, pictures: tuple[Pictures, ...], text: int, mesh: ParallelConfig, options: dict[str, Any], folder: Path
+    family: str,
+    pictures: tuple[PictureShape, ...],
+    text: int,
+    mesh: ParallelConfig,
+    options: dict[str, Any],
+    folder: Path,
 ) -> int:
     """Bytes of this rank's weights, optimizer state and pixels, and the rise above them in a step."""
     import transformers
@@ -319,7 +324,8 @@ def _peak_of_a_step(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    step(_batch(family, tuple(Pictures(each.kind, 1, 4, 4) for each in pictures), 32))  # makes the optimizer's state
+    # Make the optimizer's state.
+    step(_batch(family, tuple(PictureShape(each.kind, 1, 4, 4) for each in pictures), 32))
     whole = _batch(family, pictures, text)
     pixels = sum(x.nbytes for key, x in whole.items() if key.startswith("pixel"))
     resting = at_rest(model, optimizer)
@@ -416,7 +422,7 @@ def test_pictures_of_one_size_are_refused() -> None:
 
 def test_jobs_that_cannot_be() -> None:
     model = read_model("qwen2.5-vl-7b")
-    job = Job(context=1000, pictures=(Pictures("video", 8, 32, 32),))
+    job = Job(context=1000, pictures=(PictureShape("video", 8, 32, 32),))
     with pytest.raises(LongspanError, match="images and video are 2,050 tokens, and the context has 1,000"):
         cost(model, job, CPU)
     with pytest.raises(LongspanError, match="a vision tower is not sharded over a tensor axis; use `ulysses`"):
@@ -425,7 +431,7 @@ def test_jobs_that_cannot_be() -> None:
         cost(read_model("qwen3-8b"), Job(context=4096, pictures=job.pictures), CPU)
     h100 = read_hardware("h100")
     assert longest_context(model, job.on(ulysses=8), h100) > 100_000
-    longer = Job(context=1000, pictures=(Pictures("video", 10_000, 32, 32),))
+    longer = Job(context=1000, pictures=(PictureShape("video", 10_000, 32, 32),))
     assert longest_context(model, longer.on(ulysses=8), h100) == 0
 
 

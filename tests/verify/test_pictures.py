@@ -91,8 +91,8 @@ def test_a_row_holds_pictures_and_text(configs: Configs) -> None:
 def _embeddings_one_row_off(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf.forward import vision
 
-    original = vision.exchange_rows
-    patch.setattr(vision, "exchange_rows", lambda *args: original(*args).roll(dist.get_rank(), 0))
+    original = vision.all_to_all_rows
+    patch.setattr(vision, "all_to_all_rows", lambda *args: original(*args).roll(dist.get_rank(), 0))
 
 
 def _tower_gradients_not_summed(patch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def _tower_gradients_not_summed(patch: pytest.MonkeyPatch) -> None:
 def _no_gradients_of_other_ranks_embeddings(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf.forward import vision
 
-    original = vision.exchange_rows
+    original = vision.all_to_all_rows
 
     def one_way(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
         out = original(rows, send, receive, group)
@@ -124,7 +124,7 @@ def _no_gradients_of_other_ranks_embeddings(patch: pytest.MonkeyPatch) -> None:
             out.register_hook(lambda grad: grad * mine[:, None])
         return out
 
-    patch.setattr(vision, "exchange_rows", one_way)
+    patch.setattr(vision, "all_to_all_rows", one_way)
 
 
 def _positions_begin_again_on_each_rank(patch: pytest.MonkeyPatch) -> None:

@@ -283,14 +283,14 @@ def _cached_plan(shapes: Shapes, sp: SequenceSharding, given: AttentionOptions, 
     if opaque or not isinstance(kernel, Hashable) or torch.compiler.is_compiling():
         return prepare(shapes, sp, mask, scores, lengths, kernel, head_chunks=given.head_chunks)
     key = (shapes, mask, scores.kind, lengths, kernel, given.head_chunks)
-    plan = sp.plans.get(key)
+    plan = sp.prepared.get(key)
     if plan is None:
-        plan = sp.plans[key] = prepare(shapes, sp, mask, scores, lengths, kernel, head_chunks=given.head_chunks)
-        if len(sp.plans) > _CACHED_PLANS:
-            sp.plans.popitem(last=False)
+        plan = sp.prepared[key] = prepare(shapes, sp, mask, scores, lengths, kernel, head_chunks=given.head_chunks)
+        if len(sp.prepared) > _CACHED_PLANS:
+            sp.prepared.popitem(last=False)
     else:
         plan.check_scores(scores)
-        sp.plans.move_to_end(key)
+        sp.prepared.move_to_end(key)
     return plan
 
 

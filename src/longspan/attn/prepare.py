@@ -25,7 +25,7 @@ from longspan.attn.kernels.choice import (
 )
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.methods.base import AttentionMethod, LocalAttention, SavedAttentions
-from longspan.attn.methods.chunked import ChunkedUlysses, HeadChunk
+from longspan.attn.methods.head_chunks import ChunkedUlysses, HeadChunk
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses

@@ -14,7 +14,7 @@ Million-Token Inference", arXiv:2411.01783):
 Every rank computes a few new tokens redundantly, so no query is sent: each rank takes the queries of its heads, and one
 all-gather of the partial outputs gives every rank all of them. Without a ring, a rank's output is the whole one.
 
-Sent per rank and layer on u x r ranks (the planner counts the same: `longspan.plan.layers.exchange`):
+Sent per rank and layer on u x r ranks (the planner counts the same: `longspan.plan.layers.messages`):
 
 - a chunk of C tokens: the Ulysses all-to-all of the C / r tokens of a block; C / r * Hq / u * (r - 1) heads of q, and
   as many of the output, in fp32 with their log-sum-exp

@@ -150,9 +150,9 @@ def local_part(x: Tensor, group: str) -> Tensor:
 
 @operator(
     lambda x, send, receive, group: x.new_empty(sum(receive), *x.shape[1:]),
-    lambda grad, send, receive, group: _OPERATORS.exchange_rows(grad, receive, send, group),
+    lambda grad, send, receive, group: _OPERATORS.all_to_all_rows(grad, receive, send, group),
 )
-def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Send rows to each rank and return those received, in rank order: one all-to-all. Its gradient is the way back.
 
     Args:
@@ -166,8 +166,8 @@ def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: str) ->
     return out
 
 
-def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, list[int], list[int]]:
-    """Exchange the numbers of rows that are about to be sent: one all-to-all, then one wait of the host.
+def all_to_all_counts(counts: Tensor, group: str) -> tuple[Tensor, list[int], list[int]]:
+    """Send how many rows are about to be sent: one all-to-all, then one wait of the host.
 
     Args:
         counts: `[ranks, kinds]` int64, the rows of each kind to each rank.

@@ -256,7 +256,7 @@ class SequenceSharding:
     ) -> SequenceSharding:
         self.mesh, self.parallel, self._widest = mesh, parallel, widest
         self.groups = groups = mesh if isinstance(mesh, MeshGroups) else MeshGroups.of(mesh)
-        self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
+        self.prepared: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
         self._narrower: dict[int, SequenceSharding] = {}  # by width
         self.overlap_chunks = parallel.overlap_chunks

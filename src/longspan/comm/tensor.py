@@ -141,7 +141,7 @@ class TensorGroup:
         send = [sum(b - a for a, b in of_rank) for of_rank in mine]
         receive = [sum(b - a for holder, a, b in needed if holder == r) for r in range(self.size)]
         pieces = [rows[a - first : b - first] for of_rank in mine for a, b in of_rank]
-        received = collectives.exchange_rows(_joined(pieces or [rows[:0]], 0), send, receive, self.name)
+        received = collectives.all_to_all_rows(_joined(pieces or [rows[:0]], 0), send, receive, self.name)
         # They arrive in the order of their holders.
         arrival = sorted(range(len(needed)), key=lambda i: needed[i][0])
         split = received.split([needed[i][2] - needed[i][1] for i in arrival])

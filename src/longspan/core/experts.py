@@ -15,22 +15,22 @@ class ExpertLayout:
     """Which rank of a group computes which experts."""
 
     experts: int  # in all
-    ranks: int  # over which the weights are sharded: `chunk` neighbouring experts on each, fewer on the last ones
-    size: int  # ranks of a group. A rank computes the chunks of the ranks that are a multiple of `size` away.
+    ranks: int  # over which the weights are sharded: `shard_size` neighbouring experts on each, fewer on the last ones
+    size: int  # ranks of a group. A rank computes the shards of the ranks that are a multiple of `size` away.
 
     @property
-    def chunk(self) -> int:
+    def shard_size(self) -> int:
         return -(-self.experts // self.ranks)
 
     @property
     def held(self) -> int:
         """Experts that a rank computes, with padding on the last ranks."""
-        return self.chunk * (self.ranks // self.size)
+        return self.shard_size * (self.ranks // self.size)
 
     def of(self, rank: int) -> list[int]:
         """Return the experts of a rank in its order; padding is `experts` or more."""
-        starts = range(rank * self.chunk, self.ranks * self.chunk, self.size * self.chunk)
-        return [start + i for start in starts for i in range(self.chunk)]
+        starts = range(rank * self.shard_size, self.ranks * self.shard_size, self.size * self.shard_size)
+        return [start + i for start in starts for i in range(self.shard_size)]
 
     def fits(self, fewest: int = 1) -> bool:
         """Whether every rank has experts, and `fewest` places for them."""
@@ -39,9 +39,9 @@ class ExpertLayout:
 
     def slots(self, experts: Any) -> Any:
         """Return `rank * held + place on that rank` of an expert, or of a tensor of them."""
-        chunk = experts // self.chunk
-        place = chunk // self.size * self.chunk + experts % self.chunk
-        return chunk % self.size * self.held + place
+        owner = experts // self.shard_size
+        place = owner // self.size * self.shard_size + experts % self.shard_size
+        return owner % self.size * self.held + place
 
 
 def divisors(ranks: int) -> list[int]:

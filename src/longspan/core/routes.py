@@ -20,7 +20,7 @@ class Routes:
     left: tuple[int, ...]  # hops of block j towards lower ranks
 
     @property
-    def rounds(self) -> int:
+    def steps(self) -> int:
         return max(*self.right, *self.left)
 
     @cached_property

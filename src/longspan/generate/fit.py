@@ -9,7 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.hf.memory import hardware_of_ranks
 from longspan.hf.model.pretrained import is_adapter
-from longspan.plan.cost.memory import offloaded_bytes
+from longspan.plan.cost.peak_memory import offloaded_bytes
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.from_model import shape_of
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items

@@ -44,8 +44,8 @@ from longspan.memory.tiles import Tiled
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job
-from longspan.plan.options import choose_memory, fixed_options
-from longspan.plan.tower import Pictures
+from longspan.plan.memory_options import choose_memory, fixed_options
+from longspan.plan.tower import PictureShape
 
 PROCESS_BYTES = 1 << 30
 """Bytes of Python and its libraries on a CPU, or of a CUDA context on a GPU, which no plan counts."""
@@ -156,13 +156,13 @@ class AutoMemory:
         self.largest, self.size, self.patches = length * rows, (length, rows), largest
         return chosen
 
-    def _pictures(self, patches: list[int]) -> tuple[Pictures, ...]:
+    def _pictures(self, patches: list[int]) -> tuple[PictureShape, ...]:
         """Return pictures for the planner of which every rank encodes as many patches as the one with most."""
         if self.shape.tower is None:
             return ()
         merge = self.shape.tower.merge
         return tuple(
-            Pictures(kind, self.sp.size, merge, number // merge)
+            PictureShape(kind, self.sp.size, merge, number // merge)
             for kind, number in zip(MODALITIES, patches, strict=True)
             if number
         )

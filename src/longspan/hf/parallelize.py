@@ -164,8 +164,8 @@ def parallelize(
     memory_manager = MemoryManager(checked.modules, inner.config, memory, checked.store, checked.auto)
     head = head_of(inner)
     batches, model_changes = _consistency_checks(model, sp, options, checked)
-    plan = checked.tensor_plan
-    tensor = None if plan is None else TensorParallel(inner, sp, tensor_style, plan, head)
+    rules = checked.tensor_rules
+    tensor = None if rules is None else TensorParallel(inner, sp, tensor_style, rules, head)
     gradients = _shard_weights(sp, options, checked, head)
     state = ParallelState(
         inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients, checked.experts

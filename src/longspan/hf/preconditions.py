@@ -31,10 +31,10 @@ from longspan.hf.memory import AutoMemory, MemoryModules
 from longspan.hf.model.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
 from longspan.hf.model.vision import core_of
 from longspan.hf.state import is_parallelized
-from longspan.hf.weights.experts import plan_experts
+from longspan.hf.weights.experts import expert_groups
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.hf.weights.quantized import check_quantized
-from longspan.hf.weights.tensor_rules import STYLES, TensorPlan, TensorStyle
+from longspan.hf.weights.tensor_rules import STYLES, TensorRules, TensorStyle
 from longspan.memory.offload import store_for
 
 
@@ -82,12 +82,12 @@ class Checked:
         _check_parameters(inner, options)
         check_quantized(inner, sp, options.mp_policy, memory, self.shards_weights)
         self.modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
-        self.tensor_plan: TensorPlan | None = None
+        self.tensor_rules: TensorRules | None = None
         if sp.tensor_size > 1:
             _refuse_tensor_axis(inner, sp)
-            self.tensor_plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
+            self.tensor_rules = TensorRules(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
         # None if experts are sharded as other weights.
-        self.experts = plan_experts(
+        self.experts = expert_groups(
             inner, options.experts, ranks=sp.fsdp_size, tensor=sp.tensor_size, fsdp=options.fsdp
         )
         heads_of_ranks(inner, sp)
@@ -139,8 +139,8 @@ def check_axes(make: Callable[[], PreTrainedModel], parallel: ParallelConfig, *,
         return
     model = transformers_model(make())
     if parallel.tensor > 1:
-        TensorPlan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
-    plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=fsdp)
+        TensorRules(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+    expert_groups(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=fsdp)
 
 
 def _check_structure(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.forward.tensor import TensorParallel
     from longspan.hf.memory import MemoryManager
-    from longspan.hf.weights.experts import ExpertPlan
+    from longspan.hf.weights.experts import ExpertGroups
     from longspan.hf.weights.gradients import GradientAverage
     from longspan.losses.deferred_logits import Head
 
@@ -38,7 +38,7 @@ class ParallelState:
     head: Head | None
     tensor: TensorParallel | None  # None if the tensor axis has size 1
     gradients: GradientAverage | None  # None with FSDP or on one rank
-    experts: ExpertPlan | None  # None if experts are sharded as other weights
+    experts: ExpertGroups | None  # None if experts are sharded as other weights
     forward: ForwardHooks = field(init=False)
 
 

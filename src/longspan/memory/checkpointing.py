@@ -3,7 +3,7 @@
 A layer saves its input, and the backward recomputes the layer (Chen et al. 2016, arXiv:1604.06174; torch's
 non-reentrant checkpoint). The expensive part is attention: an all-to-all, a ring, a kernel whose cost is quadratic in
 the length. So with "selective" a layer also saves its attention's output and log-sum-exp, and no kernel runs again
-(`longspan.attn.methods.chunked`).
+(`longspan.attn.methods.head_chunks`).
 
 What is saved may be offloaded. With "grouped", a group of layers saves only the input of its first layer; the backward
 recomputes the other inputs, each of which is the previous layer's output.

@@ -12,10 +12,10 @@ from longspan.compat.friends_api import fla_function
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
-from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.fragments import fragment_table, read_documents
 from longspan.mixers.mixer import ChunkFunction, Mixer, Tokens
-from longspan.mixers.state_passing import check_initial_state, run_mixer
+from longspan.mixers.plain_torch import LinearAttention
+from longspan.mixers.state_passing import check_initial_state, pass_states
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -73,7 +73,7 @@ def linear_attention(
     length, segments = read_documents(q, sp, length, documents)
     mixer = default_mixer(tokens, causal)
     table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
-    out, state = run_mixer(
+    out, state = pass_states(
         mixer, tokens, table, sp.group if sp.size > 1 else None, initial_state=initial_state, return_state=return_state,
         problem=_decay_problem(tokens),
     )  # fmt: skip

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Incoming(NamedTuple):
-    """What an exchange of summaries returns."""
+    """What an all-gather of summaries returns."""
 
     # By slot the state `[B, H, K, V]` that enters the run, zero in rows where no document does.
     before: Sequence[Tensor]
@@ -53,7 +53,7 @@ _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeErro
 
 
 @not_compiled
-def run_mixer(
+def pass_states(
     mixer: Mixer,
     tokens: Tokens,
     table: FragmentTable,
@@ -102,7 +102,7 @@ def run_mixer(
         if group is not None or return_state:
             summary = _summary(mixer, tokens, table, locals_, initial_state)
             incoming = _gather_states(summary, table, group, tokens.v.shape[3], start, problem, mixer.causal)
-        assert locals_ is not None  # the exchange has raised
+        assert locals_ is not None  # the all-gather has raised
         out = _output(tokens, table, locals_, incoming)
         return out, incoming.final if return_state and incoming is not None else None
 
@@ -178,7 +178,7 @@ def _output(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The exchange.
+# The all-gather.
 
 
 def _gather_states(
@@ -284,7 +284,7 @@ class _Depend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        # A checkpoint recomputes up to the last saved tensor: without one, this rank would skip the exchange.
+        # A checkpoint recomputes up to the last saved tensor: without one, this rank would skip the all-gather.
         _ = ctx.saved_tensors
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.zeros)
 
@@ -329,7 +329,7 @@ def state_passing(
 
     Raises:
         LongspanError: for tensors or results of the function whose shapes do not fit, for a function that fails on one
-            rank, and for a state that is not finite: see `run_mixer`.
+            rank, and for a state that is not finite: see `pass_states`.
     """
     check_sharding(sp)
     if not callable(chunk_function):
@@ -357,7 +357,7 @@ def state_passing(
     table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
     tokens = Tokens(q, k, depend(v, *weights.values()), g, beta)  # a rank without fragments: weights' gradients
     mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
-    return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
+    return pass_states(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
 
 
 def check_initial_state(tokens: Tokens, initial_state: Tensor | None) -> None:

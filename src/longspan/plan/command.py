@@ -18,11 +18,17 @@ from longspan.core.reading import OneFlag
 from longspan.core.validation import LARGEST_JOB, check_number, check_output, write_file
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job
+from longspan.plan.memory_options import (
+    STEP,
+    find_suggestions,
+    fixed_options,
+    search_longest_context,
+    search_memory_options,
+)
 from longspan.plan.methods import compare
-from longspan.plan.options import STEP, find_suggestions, fixed_options, longest, search_memory_options
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.shape import ALL_TRAINED, ModelShape, Tuning
-from longspan.plan.tower import Pictures, read_pictures
+from longspan.plan.tower import PictureShape, read_pictures
 from longspan.plan.views.report import Report, yaml
 
 
@@ -150,7 +156,7 @@ class PlanConfig(NamedModel):
             documents=self.documents,
         )
 
-    def pictures(self, model: ModelShape) -> tuple[Pictures, ...]:
+    def pictures(self, model: ModelShape) -> tuple[PictureShape, ...]:
         """Return the images and the video of each sequence.
 
         Raises:
@@ -261,7 +267,7 @@ def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[
     if config.context == "max":
         if config.memory.level == "longest":
             fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
-        best = longest(model, job, config.hardware.gpus, hardware, fixed)
+        best = search_longest_context(model, job, config.hardware.gpus, hardware, fixed)
         if best is None:
             shortest = dataclasses.replace(job, context=STEP)
             suggestions = find_suggestions(model, shortest, config.hardware.gpus, hardware, fixed, chooses=True)

@@ -37,12 +37,12 @@ from longspan.plan.layers import (
     Bidirectional,
     Chunk,
     Linear,
-    Mixer,
     Mlp,
     Parallel,
     Parameter,
     ShortConv,
     Softmax,
+    TokenMixing,
     Window,
 )
 from longspan.plan.names import find_config
@@ -198,10 +198,10 @@ def _shape(model: PreTrainedModel, name: str, packs: bool) -> ModelShape:
     layers = []
     for index, block in enumerate(blocks):
         parameters = tuple(_parameters(block, packs))
-        mixer = _mixer(block, config, index)
+        mixing = _mixing(block, config, index)
         mlp, parameters = _mlp(block, config, parameters, name)
         backward = backward or any(p.trained for p in parameters)
-        layer = (mixer, mlp, parameters, backward)
+        layer = (mixing, mlp, parameters, backward)
         layers.append(kinds.setdefault(layer, LayerShape(*layer)))
     repeats = -(-getattr(config, "num_hidden_layers", len(layers)) // len(layers))  # ALBERT runs one layer many times
     positions = positions_of(model.config)
@@ -253,11 +253,11 @@ def _plain_name(name: str, owners: Mapping[str, nn.Module]) -> str:
 # What mixes tokens.
 
 
-def _mixer(block: nn.Module, config: Any, index: int) -> Mixer:
+def _mixing(block: nn.Module, config: Any, index: int) -> TokenMixing:
     attention = next(iter(attention_layers(block).values()), None)
     recurrent = next(iter(mixer_layers(block).values()), None)
     if attention is None:  # or an MLP alone
-        return Mixer() if recurrent is None else _recurrence(recurrent)
+        return TokenMixing() if recurrent is None else _recurrence(recurrent)
     softmax = _attention(attention, config, index)
     # Convolutions inside attention are none of its own.
     if recurrent is None or recurrent in set(attention.modules()):

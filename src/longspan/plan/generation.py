@@ -8,7 +8,7 @@ from dataclasses import replace
 from longspan.core.errors import LongspanError
 from longspan.core.experts import divisors
 from longspan.core.tile_sizes import head_tile
-from longspan.plan.cost.memory import HOST_SHARE, memory, offloaded_bytes
+from longspan.plan.cost.peak_memory import HOST_SHARE, offloaded_bytes, peak_memory
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.limits import GB, refusal
@@ -28,7 +28,7 @@ def peak_items(model: ModelShape, job: Job, hardware: Hardware, chunk: int) -> d
     all ranks.
     """
     jobs = [replace(job, mode=mode, prefill_chunk=chunk) for mode in ("prefill", "decode")]
-    peaks = [memory(CostContext(model, each), hardware, tiles=1) for each in jobs]
+    peaks = [peak_memory(CostContext(model, each), hardware, tiles=1) for each in jobs]
     return max(peaks, key=lambda items: sum(items.values()))
 
 
@@ -37,7 +37,7 @@ def scoring_peak_items(model: ModelShape, job: Job, hardware: Hardware) -> dict[
     tile.
     """
     c = CostContext(model, replace(job, mode="prefill"))
-    items = {**memory(c, hardware, tiles=1), "kv_cache": 0}
+    items = {**peak_memory(c, hardware, tiles=1), "kv_cache": 0}
     rows = min(-(-job.context // job.parallel.sequence_ranks), head_tile(model.vocab, on_cpu=False))
     return {**items, "logits": rows * model.vocab * (4 if job.dtype == "fp32" else 8)}
 

@@ -19,7 +19,7 @@ from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, ch
 
 if TYPE_CHECKING:
     from longspan.plan.shape import LayerShape, ModelShape
-    from longspan.plan.tower import Pictures
+    from longspan.plan.tower import PictureShape
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -57,7 +57,7 @@ class Job:
     cache: CacheConfig = field(default_factory=CacheConfig)
     prefill_chunk: int | None = None
     documents: bool = False
-    pictures: tuple[Pictures, ...] = ()
+    pictures: tuple[PictureShape, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
@@ -72,7 +72,7 @@ class Job:
             if not isinstance(getattr(self, name), kind):
                 raise LongspanError(f"{name} is {format_value(getattr(self, name))}; make one with {kind.__name__}")
         if not isinstance(self.pictures, tuple):
-            raise LongspanError(f"pictures is {format_value(self.pictures)}; give a tuple of Pictures")
+            raise LongspanError(f"pictures is {format_value(self.pictures)}; give a tuple of PictureShape")
         if self.memory.cpu_offload and not self.weight_sharding:
             raise LongspanError("cpu_offload moves FSDP's shards, and weight_sharding is off; leave one of them out")
 

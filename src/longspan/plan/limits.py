@@ -72,7 +72,7 @@ def mesh_refusal(model: ModelShape, job: Job) -> str | None:
         return f"tensor={mesh.tensor} cannot shard weights in 4 bits; use `ulysses` or `ring` instead"
     for layer, _ in model.layer_kinds:
         problem = (
-            _tensor_refusal(layer, mesh.tensor) or _experts_refusal(layer, job) or layer.mixer.ulysses_refusal(job)
+            _tensor_refusal(layer, mesh.tensor) or _experts_refusal(layer, job) or layer.mixing.ulysses_refusal(job)
         )
         if problem is not None:
             return problem
@@ -82,9 +82,9 @@ def mesh_refusal(model: ModelShape, job: Job) -> str | None:
 def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     if t == 1:
         return None
-    if not layer.mixer.shards_heads:
+    if not layer.mixing.shards_heads:
         return f"tensor={t}: a recurrent layer is sharded by tokens only; use `ulysses` or `ring` instead"
-    q, kv, width, what = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
+    q, kv, width, what = layer.mixing.q_heads, layer.mixing.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
     if layer.adapts_experts:
         return f"tensor={t} does not shard LoRA on experts; use `experts` instead"
     if layer.mlp.experts > 1:

@@ -67,7 +67,7 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
         (f"USP {usp}x{gpus // usp}", alone.on(ring=gpus // usp, ulysses=usp)),
     ]
     methods = [_method(name, model, of_row, hardware) for name, of_row in rows]
-    recurrent = [isinstance(layer.mixer, Linear) for layer, _ in model.layer_kinds]
+    recurrent = [isinstance(layer.mixing, Linear) for layer, _ in model.layer_kinds]
     reason = "is for linear attention layers; this model has softmax attention"
     if any(recurrent):
         reason = "sends the recurrent layers' states in the rows above (LASP-2H); softmax layers need Ulysses or a ring"

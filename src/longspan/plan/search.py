@@ -12,7 +12,7 @@ from longspan.core.formatting import size
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
-from longspan.plan.cost.memory import HOST_SHARE, Offloaded, memory, offloaded_bytes
+from longspan.plan.cost.peak_memory import HOST_SHARE, Offloaded, offloaded_bytes, peak_memory
 from longspan.plan.cost.times import Bottleneck, model_flops, offload_wait, optimizer_seconds, step_times
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
@@ -48,8 +48,8 @@ class Plan:
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes at the peak, max over ranks, by item (`longspan.plan.cost.memory.ITEMS`)."""
-        return memory(self.c, self.hardware)
+        """Bytes at the peak, max over ranks, by item (`longspan.plan.cost.peak_memory.ITEMS`)."""
+        return peak_memory(self.c, self.hardware)
 
     @property
     def memory_total_bytes(self) -> int:

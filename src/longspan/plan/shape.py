@@ -10,7 +10,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.reading import OneFlag
 from longspan.core.rope import ModelPositions
 from longspan.core.validation import LARGEST_COUNT, check_number
-from longspan.plan.layers import Mixer, Mlp, Parameter
+from longspan.plan.layers import Mlp, Parameter, TokenMixing
 from longspan.plan.tower import Tower
 
 
@@ -46,13 +46,13 @@ class LayerShape:
     """One decoder layer. Equal layers of a model are one object, so that each kind is costed once.
 
     Attributes:
-        mixer: attention or a recurrence.
+        mixing: attention or a recurrence.
         mlp: dense or experts.
         parameters: every weight, named relative to the layer, in the module's order.
         has_backward: whether training runs its backward: it or something before it is trained.
     """
 
-    mixer: Mixer
+    mixing: TokenMixing
     mlp: Mlp
     parameters: tuple[Parameter, ...] = ()
     has_backward: bool = True
@@ -174,14 +174,14 @@ class ModelShape:
     @cached_property
     def q_heads(self) -> int:
         """Most query heads of a softmax layer; of any layer if none is softmax."""
-        return max(mixer.q_heads for mixer in self._with_heads)
+        return max(mixing.q_heads for mixing in self._with_heads)
 
     @cached_property
     def kv_heads(self) -> int:
         """Most KV heads of the same layers."""
-        return max(mixer.kv_heads for mixer in self._with_heads)
+        return max(mixing.kv_heads for mixing in self._with_heads)
 
     @property
-    def _with_heads(self) -> list[Mixer]:
-        distinct = [layer.mixer for layer, _ in self.layer_kinds]
-        return [mixer for mixer in distinct if mixer.shards_heads] or distinct
+    def _with_heads(self) -> list[TokenMixing]:
+        distinct = [layer.mixing for layer, _ in self.layer_kinds]
+        return [mixing for mixing in distinct if mixing.shards_heads] or distinct

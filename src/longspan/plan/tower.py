@@ -87,7 +87,7 @@ def _cut(size: int, window: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class PictureShape:
     """Equal images, or the frames of a video, in each sequence of a job."""
 
     kind: str  # "image" or "video"
@@ -111,7 +111,7 @@ class Pictures:
         return self.units * self.rows(tower) + 2 * self.runs(tower)
 
 
-def read_pictures(flag: str, text: str, tower: Tower) -> Pictures:
+def read_pictures(flag: str, text: str, tower: Tower) -> PictureShape:
     """Return the pictures of a flag: "256x448x448" is 256 images, or frames of a video, of 448 x 448 pixels.
 
     Sides are rounded to what an embedding covers, as transformers' processors do; frames are filled up.
@@ -129,5 +129,5 @@ def read_pictures(flag: str, text: str, tower: Tower) -> Pictures:
     covered = tower.patch * tower.merge
     height, width = (max(1, round(side / covered)) * tower.merge for side in sides)
     if flag == "--video":
-        return Pictures("video", math.ceil(number / tower.frames), height, width)
-    return Pictures("image", number, height, width)
+        return PictureShape("video", math.ceil(number / tower.frames), height, width)
+    return PictureShape("image", number, height, width)

@@ -16,7 +16,7 @@ from longspan.hf.memory import MemoryModules, hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
 from longspan.plan.from_model import adapted, shape_of_model, weights_named
 from longspan.plan.job import Job
-from longspan.plan.options import STEP, choose_memory, fixed_options, longest_context_on
+from longspan.plan.memory_options import STEP, choose_memory, fixed_options, longest_context_with_options
 from longspan.plan.shape import Tuning
 from longspan.train import model as models
 from longspan.train.arguments import Arguments
@@ -112,7 +112,7 @@ def _of_trl(arguments: Arguments) -> dict[str, Any]:
 
 def _longest_context(shape: Any, job: Job, hardware: Any, fixed: dict[str, Any]) -> tuple[int, str]:
     """Return the longest context that fits, within the model's positions, and a message for the user."""
-    fits = longest_context_on(shape, job, hardware, fixed)
+    fits = longest_context_with_options(shape, job, hardware, fixed)
     if fits is None:
         choose_memory(shape, dataclasses.replace(job, context=STEP), hardware, fixed)  # raises with the reason
         raise LongspanError(f"context: max: not even {STEP:,} tokens fit on {job.parallel}")

@@ -40,11 +40,11 @@ def model_flops(
     of_frozen = sum(kind.matmul_params_active * n for kind, n in skipped.items())
     total = float(((2 * forwards + 2 + 2 * trained) * of_weights - 2 * of_frozen) * tokens)
     for layer, count in shape.layer_kinds:
-        job, times, mixer = Job(context=tokens), (forwards + 2) * count - 2 * skipped[layer], layer.mixer
-        if isinstance(mixer, Softmax):
-            total += times * mixer.flops(job, min(1.0, attention_pairs / mixer.keys.pairs(tokens)))
+        job, times, mixing = Job(context=tokens), (forwards + 2) * count - 2 * skipped[layer], layer.mixing
+        if isinstance(mixing, Softmax):
+            total += times * mixing.flops(job, min(1.0, attention_pairs / mixing.keys.pairs(tokens)))
         else:
-            total += mixer.flops(job, times)
+            total += mixing.flops(job, times)
     return total
 
 

@@ -147,7 +147,7 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
                     k_BKTD, v_BKTV = (_kv_of(x, ring, (0, heads), heads) for x in (block.kv.k, block.kv.v))
                     ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
                     del k_BKTD, v_BKTV
-                del block  # before the next round's buffers are allocated
+                del block  # before the next step's buffers are allocated
         del kernel_q
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
             total.add_sinks(scores.sinks)
@@ -341,7 +341,7 @@ def _kv_blocks(local: _KVPair, ring: Ring) -> Iterator[tuple[int, list[_Received
     """Yield each step's KV blocks; step 0 is the local one. The next step's are in flight while one is computed."""
     current, routes = [_ReceivedBlock(ring.rank, 0, local)], ring.routes
     to_send = {+1: local, -1: local}
-    for step in range(1, routes.rounds + 1):
+    for step in range(1, routes.steps + 1):
         assert ring.group is not None
         sends, receives, incoming = [], [], []
         for direction in (+1, -1):
@@ -357,7 +357,7 @@ def _kv_blocks(local: _KVPair, ring: Ring) -> Iterator[tuple[int, list[_Received
         wait_for(works)
         current = incoming
         to_send = {block.direction: block.kv for block in incoming}
-    yield routes.rounds, current
+    yield routes.steps, current
 
 
 class _GradientReducer:

@@ -56,7 +56,8 @@ class SequenceInfo:
     weights: Tensor | None = None  # of my tokens' labels in the loss, `[B, L]`
     placeholders: tuple[int, ...] = ()  # ids of tokens whose embeddings come from a vision tower
     padding: Tensor | None = None  # which of my tokens are padding without a label, bool `[B, L]`
-    plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # attentions, by kind of layer
+    # Attention plans and tables of fragments, by kind of layer.
+    prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Equal on all ranks of a sequence group."""

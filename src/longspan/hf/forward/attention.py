@@ -191,8 +191,8 @@ def _plan(
 ) -> AttentionPlan:
     """Return the attention plan of this batch for layers of this kind, prepared by the first of them."""
     key = layer.model, request, shapes, scores.kind
-    compiling = torch.compiler.is_compiling()  # a compiler would treat the content of `plans` as constants
-    plan = None if compiling else info.plans.get(key)
+    compiling = torch.compiler.is_compiling()  # a compiler would treat the content of `prepared` as constants
+    plan = None if compiling else info.prepared.get(key)
     if plan is None:
         memory = layer.memory
         plan = prepare(
@@ -206,7 +206,7 @@ def _plan(
             head_chunks=memory.head_chunks,
         )
         if not compiling:
-            info.plans[key] = plan
+            info.prepared[key] = plan
     return plan
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
-from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
+from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import depend
 
 if TYPE_CHECKING:

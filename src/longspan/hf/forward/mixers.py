@@ -35,7 +35,7 @@ from longspan.hf.model.support import HELP
 from longspan.mixers.fragments import FragmentTable, fragment_table
 from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.short_conv import run_short_conv
-from longspan.mixers.state_passing import run_mixer
+from longspan.mixers.state_passing import pass_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,13 +172,13 @@ class MixerBinding:
         info = self.info
         assert info is not None
         key = "fragments", self.sp.layout, self.sp.rank, batch
-        if key not in info.plans:
+        if key not in info.prepared:
             length, segments = info.length, info.segments
             if isinstance(info, CachedInfo):
                 length, segments = info.step.new, info.new_segments
             layout, rank = (self.sp.layout, self.sp.rank) if self.is_sharded else (Layout(), 0)
-            info.plans[key] = fragment_table(layout, rank, length, batch, segments)
-        table: FragmentTable = info.plans[key]
+            info.prepared[key] = fragment_table(layout, rank, length, batch, segments)
+        table: FragmentTable = info.prepared[key]
         return table
 
     def _check_one_state(self, functions: set[str] | None = None) -> None:
@@ -218,7 +218,7 @@ class MixerBinding:
         """Run a mixer on my tokens, and with a cache return the state after the last token."""
         table = self.table(tokens.v.shape[0])
         try:
-            return run_mixer(
+            return pass_states(
                 mixer, tokens, table, self.group, initial_state=initial_state, return_state=self.cached is not None
             )
         except LongspanError as error:

@@ -35,7 +35,7 @@ from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import LayerBinding, no_batch
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.weights.experts import ExpertParallel
-from longspan.hf.weights.tensor_rules import TensorPlan, TensorStyle
+from longspan.hf.weights.tensor_rules import TensorRules, TensorStyle
 from longspan.losses.deferred_logits import Head, VocabShard
 
 
@@ -43,30 +43,30 @@ class TensorParallel(Stage):
     """Shard a model over its tensor group, before FSDP, and hook its layers."""
 
     def __init__(
-        self, model: PreTrainedModel, sp: SequenceSharding, style: TensorStyle, plan: TensorPlan, head: Head | None
+        self, model: PreTrainedModel, sp: SequenceSharding, style: TensorStyle, rules: TensorRules, head: Head | None
     ) -> None:
         self.sp, self.style = sp, style
         self.group = TensorGroup.of(sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
         self.mesh: DeviceMesh = sp.mesh["tensor"]  # type: ignore[index]
         self.tokens = 0  # in this rank's sequence shard, in the current forward
-        self._shard_weights(model, plan.rules, plan.adapted)
-        for path, kind in plan.regions.items():
+        self._shard_weights(model, rules.of_parameters, rules.adapted)
+        for path, kind in rules.regions.items():
             region = model.get_submodule(path)
             enter, leave = self._moe_hooks() if kind == "moe" else (self._enter, self._leave)
             region.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
             region.register_forward_hook(not_compiled(leave))
-        for path in plan.experts:
+        for path in rules.experts:
             experts: Any = model.get_submodule(path)
             layout = ExpertLayout(experts.num_experts, self.group.size, self.group.size)
             start, stop = even_span(layout.experts, self.group.rank, self.group.size)
             ExpertParallel(experts, self.group, layout, stop - start)
-        for path, weights in plan.norms.items():
+        for path, weights in rules.norms.items():
             norm = model.get_submodule(path)
             width = next(norm.parameters()).numel()
             self._normalize_all_heads(norm, torch.tensor(weights, device=sp.device), width)
-        for path in plan.fused:
+        for path in rules.fused:
             layer: Any = model.get_submodule(path)  # it splits the output of its fused projection by these
-            layer.config, heads = copy.copy(layer.config), plan.heads[self.group.rank]
+            layer.config, heads = copy.copy(layer.config), rules.heads[self.group.rank]
             layer.config.num_attention_heads = heads.q_heads
             layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads
         self._set_embedding(model.get_input_embeddings())

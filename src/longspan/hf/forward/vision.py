@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from longspan.comm.collectives import exchange_rows
+from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules
@@ -272,7 +272,7 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     rows = rows[torch.cat(sent).to(rows.device)]
     if sp.size > 1:
         assert sp.group is not None
-        rows = exchange_rows(rows, [len(x) for x in sent], received, group_name(sp.group))
+        rows = all_to_all_rows(rows, [len(x) for x in sent], received, group_name(sp.group))
     if not torch.equal(mine, placeholders[rank]):  # repeated, or in another order
         rows = rows[torch.bucketize(placeholders[rank], mine).to(rows.device)]
     return with_rows(output, rows)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from longspan.comm.collectives import exchange_counts, exchange_rows
+from longspan.comm.collectives import all_to_all_counts, all_to_all_rows
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import PlacementOn, not_compiled, own_parameters, replace_shards
@@ -83,11 +83,11 @@ class ExpertParallel:
         held, group = self.layout.held, self.group.name
         counts = torch.zeros(self.group.size * held, dtype=torch.int64, device=slots.device)
         counts = counts.scatter_add_(0, slots, torch.ones_like(slots)).view(self.group.size, held)
-        received, send, receive = exchange_counts(counts, group)
+        received, send, receive = all_to_all_counts(counts, group)
         place = torch.arange(held, device=slots.device).repeat(self.group.size)
         numbers = place.repeat_interleave(received.view(-1), output_size=sum(receive))
-        out_RD = compute(exchange_rows(rows_RD, send, receive, group), numbers[:, None])
-        return exchange_rows(out_RD, receive, send, group)
+        out_RD = compute(all_to_all_rows(rows_RD, send, receive, group), numbers[:, None])
+        return all_to_all_rows(out_RD, receive, send, group)
 
     def _bucketed(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
         """Compute with experts that take equal numbers of rows: pad with zeros."""
@@ -114,7 +114,7 @@ class ExpertParallel:
 
 
 @dataclass(frozen=True)
-class ExpertPlan:
+class ExpertGroups:
     """How `ExpertSharding` changes a model."""
 
     counts: dict[str, int]  # experts of each module that stacks them, by its path
@@ -126,10 +126,10 @@ class ExpertPlan:
         return 2 if path in self.adapters else 1
 
 
-def plan_experts(
+def expert_groups(
     model: PreTrainedModel, experts: Experts, *, ranks: int, tensor: int = 1, fsdp: bool = True
-) -> ExpertPlan | None:
-    """Check `experts` of `parallelize` over the `ranks` of data x sequence; return the plan, None for groups of one
+) -> ExpertGroups | None:
+    """Check `experts` of `parallelize` over the `ranks` of data x sequence; return the groups, None for groups of one
     rank.
     """
     if experts != "auto":
@@ -172,9 +172,9 @@ def plan_experts(
     return dataclasses.replace(found, size=experts)
 
 
-def _stacked_experts(model: PreTrainedModel) -> ExpertPlan | str:
+def _stacked_experts(model: PreTrainedModel) -> ExpertGroups | str:
     """Return the modules whose weights stack experts, and adapters around them, or why they cannot be sharded."""
-    found = ExpertPlan({}, {})
+    found = ExpertGroups({}, {})
     modules = dict(model.named_modules())
     decoder = set(decoder_of(model).modules())  # ranks may run a vision tower differently often
     for path, module in modules.items():
@@ -206,17 +206,17 @@ class ExpertSharding:
     Each rank's experts are all that the modules of `model` then hold.
     """
 
-    def __init__(self, model: nn.Module, sp: SequenceSharding, plan: ExpertPlan) -> None:
-        self.sp, self.plan = sp, plan
-        mesh = sp.expert_mesh(plan.size)
+    def __init__(self, model: nn.Module, sp: SequenceSharding, groups: ExpertGroups) -> None:
+        self.sp, self.groups = sp, groups
+        mesh = sp.expert_mesh(groups.size)
         self.group = TensorGroup.of(mesh.get_group("experts"))
         self.placement = PlacementOn(mesh["replicas"])
         self.whole: dict[str, torch.Size] = {}
         self.layouts = dict[str, ExpertLayout]()
-        for path in plan.counts:
+        for path in groups.counts:
             module: Any = model.get_submodule(path)
-            layout = ExpertLayout(module.num_experts, sp.fsdp_size, plan.size)
-            adapter = plan.adapters.get(path)
+            layout = ExpertLayout(module.num_experts, sp.fsdp_size, groups.size)
+            adapter = groups.adapters.get(path)
             if adapter is not None:
                 AdapterExperts(model.get_submodule(adapter), layout, self.group.rank)
             module.longspan_experts = ExpertParallel(module, self.group, layout, layout.held)
@@ -235,9 +235,9 @@ class ExpertSharding:
         weights = dict[tuple[nn.Module, str], DTensor]()
         for name, shape in self.whole.items():
             path, _, own = name.rpartition(".")
-            module, chunk = model.get_submodule(path), self.layouts[name].chunk
+            module, size = model.get_submodule(path), self.layouts[name].shard_size
             shard: Any = module.get_parameter(own)
-            local = shard.to_local()[: max(0, min(chunk, shape[0] - rank * chunk))]
+            local = shard.to_local()[: max(0, min(size, shape[0] - rank * size))]
             stride = torch.empty(shape, device="meta").stride()
             weights[module, own] = DTensor.from_local(
                 local, self.sp.fsdp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
@@ -248,7 +248,7 @@ class ExpertSharding:
 def most_tiles(mlp: nn.Module, tiles: int) -> int:
     """Return the number of tiles in which an MLP runs: if its experts are on several ranks, of the rank with most.
 
-    Each tile is an exchange. Ranks of other replicas may have other numbers of tokens. Then collective.
+    Each tile is sent by itself. Ranks of other replicas may have other numbers of tokens. Then collective.
     """
     for module in mlp.modules():
         experts = module.__dict__.get("longspan_experts")

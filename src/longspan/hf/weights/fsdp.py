@@ -26,7 +26,7 @@ from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.model.support import final_norm
 from longspan.hf.model.vision import tower_blocks
-from longspan.hf.weights.experts import ExpertPlan, ExpertSharding
+from longspan.hf.weights.experts import ExpertGroups, ExpertSharding
 
 
 def apply_fsdp(
@@ -35,7 +35,7 @@ def apply_fsdp(
     mp_policy: MixedPrecisionPolicy | None,
     *,
     cpu_offload: bool = False,
-    experts: ExpertPlan | None = None,
+    experts: ExpertGroups | None = None,
 ) -> None:
     """Call `fully_shard` on the groups of a model. Gradients are averaged over data x sequence.
 

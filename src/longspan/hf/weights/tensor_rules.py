@@ -61,7 +61,7 @@ _OF_KV = ("k_proj", "v_proj", "k_norm")
 """Weights of attention with entries per KV head; the others have entries per query head."""
 
 
-class TensorPlan:
+class TensorRules:
     """How `TensorParallel` changes a model, on one rank of a tensor group; nothing is changed yet.
 
     `others`: ranks of the sequence group, for the mesh that an error suggests.
@@ -73,7 +73,7 @@ class TensorPlan:
         self.modules = dict(model.named_modules())
         self.names = {module: name for name, module in self.modules.items()}
         self.attention = attention_layers(model)
-        self.rules = dict[str, Rule]()  # of every parameter, by name
+        self.of_parameters = dict[str, Rule]()  # of every parameter, by name
         # Modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
         self.regions = dict[str, str]()
         self.experts = list[str]()  # modules of which each rank holds some experts
@@ -201,7 +201,7 @@ class TensorPlan:
 
     def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
         for name, _ in module.named_parameters(recurse=False):
-            self.rules[f"{path}.{name}"] = rules[name]
+            self.of_parameters[f"{path}.{name}"] = rules[name]
 
     def _adapters(self, module: nn.Module, path: str, a: Rule, b: Rule, bias: Rule) -> None:
         """Shard LoRA with its layer: B A x is linear in both, so shards of either give parts of the sum."""
@@ -213,7 +213,7 @@ class TensorPlan:
             if kind not in ("lora_A", "lora_B") or own not in ("weight", "bias") or p.dim() != (own == "weight") + 1:
                 self._refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
             rule = a if kind == "lora_A" else bias if own == "bias" else b
-            self.rules[f"{path}.{name}"] = rule
+            self.of_parameters[f"{path}.{name}"] = rule
 
     def _check_regions(self, styles: dict[str, str]) -> None:
         """Raise unless every attention and MLP has a column-wise first and a row-wise last matmul."""
@@ -259,22 +259,22 @@ class TensorPlan:
     def _rest(self, styles: dict[str, str], moe: tuple[str, ...]) -> None:
         """Add the weights that no style names: replicated, except sinks and norms over all heads."""
         decoder = f"{self.names[decoder_of(self.model)]}."
-        tied = {id(self.model.get_parameter(name)) for name in self.rules}
+        tied = {id(self.model.get_parameter(name)) for name in self.of_parameters}
         for name, p in self.model.named_parameters():
             owner, _, own = name.rpartition(".")
-            if name in self.rules or id(p) in tied:
+            if name in self.of_parameters or id(p) in tied:
                 continue
             region = next((x for x in self.regions if name.startswith(f"{x}.")), None)
             if region is None or name.startswith(moe):
                 of_tokens = self.style == "megatron-sp" and name.startswith(decoder)
-                self.rules[name] = Rule(partial=of_tokens or region is not None)
+                self.of_parameters[name] = Rule(partial=of_tokens or region is not None)
             elif own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):
-                self.rules[name] = self._shard(self._of_heads(name, self.q_heads), 0, owner)
+                self.of_parameters[name] = self._shard(self._of_heads(name, self.q_heads), 0, owner)
             elif any(style == _GRADIENT and name.startswith(f"{path}.") for path, style in styles.items()):
-                self.rules[name] = Rule(partial=True)
+                self.of_parameters[name] = Rule(partial=True)
             elif self._normalizes_all_heads(owner, region):
                 parts = self._of_heads(owner, p.numel())
-                self.rules[name] = self._shard(parts, 0, owner)
+                self.of_parameters[name] = self._shard(parts, 0, owner)
                 self.norms[owner] = _weights(parts, self.rank)
             else:
                 self._refuse(f"its plan lacks {name}")

@@ -129,7 +129,7 @@ def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
     c = c.of_layer(layer)
     tensor = (sent for sent in layer_tensor_sent(layer, c) if sent.method)
-    return (*layer.mixer.sent(c), *tensor, *experts_sent(layer, c))
+    return (*layer.mixing.sent(c), *tensor, *experts_sent(layer, c))
 
 
 def input_recompute_sent(c: CostContext) -> list[Sent]:
@@ -151,7 +151,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
         sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
-        sent += [each for each in layer.mixer.sent(forward) if each.calls]
+        sent += [each for each in layer.mixing.sent(forward) if each.calls]
         if gathers_weights:
             sent += [each for each in layer_weights_sent(layer, forward)]
         recomputed += _times(sent, count)
@@ -165,7 +165,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
 def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     """Return the traffic of a layer's experts and one micro-batch, forward and backward; of a prompt, all its chunks.
 
-    Before each exchange of tokens the ranks send each other how many there are for each expert, in int64.
+    Before each all-to-all of tokens the ranks send each other how many there are for each expert, in int64.
     """
     if c.experts == 1 or not layer.mlp.experts:
         return []
@@ -178,10 +178,10 @@ def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
         if c.job.memory.tiled:  # a checkpointed layer's last MLP is recomputed by its tiles alone
             forwards = 1 + backwards
         size = rows * others // c.experts * c.d * c.b
-        exchanges = tiles * (2 * forwards + 2 * backwards) * count
+        calls = tiles * (2 * forwards + 2 * backwards) * count
         sent += [
             Sent("all_to_all", "experts", "numbers of tokens for experts", 8 * held * others, tiles * forwards * count),
-            Sent("all_to_all", "experts", "tokens to their experts", size, exchanges),
+            Sent("all_to_all", "experts", "tokens to their experts", size, calls),
         ]
         if c.job.memory.tiled:
             agreed = 2 * 8 * others // c.experts

@@ -1,7 +1,7 @@
 """What a layer saves for its backward, and what each memory option changes, in bytes, tensor by tensor.
 
 The formulas follow transformers' Llama layer and `longspan.attention`; tests compare what a layer saves with what
-autograd does. Experts and linear attention are estimates. A layer's mixer says what attention saves
+autograd does. Experts and linear attention are estimates. A layer's mixing says what attention saves
 (`longspan.plan.layers`).
 """
 
@@ -33,27 +33,27 @@ WEIGHT_SUM = 4
 def saved_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what one layer saves for its backward."""
     before, behind = _around_attention(layer, c)
-    mixer = layer.mixer
-    attention = mixer.saved(c)
+    mixing = layer.mixing
+    attention = mixing.saved(c)
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
-        heads = (mixer.q_heads + mixer.kv_heads) // c.mesh.tensor
+        heads = (mixing.q_heads + mixing.kv_heads) // c.mesh.tensor
         tiled = c.job.memory.tiled
         # Norms of each head (Qwen3) save a number per head; a norm of all of Q and one of all of K (OLMo-2) two.
-        numbers = 1 if tiled else heads if q_norm.numel == mixer.head_dim else 2
-        attention += _norm_saved(heads * mixer.head_dim, c, q_norm.trained) + 4 * (numbers - 1)
+        numbers = 1 if tiled else heads if q_norm.numel == mixing.head_dim else 2
+        attention += _norm_saved(heads * mixing.head_dim, c, q_norm.trained) + 4 * (numbers - 1)
     attention += _adapters_saved(layer, c, mlp=False)
     return SavedActivations((before + behind) // c.hidden_shards, attention, _mlp_saved(layer, c))
 
 
 def checkpoint_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what checkpointing saves of a layer: its input, and parts of its attention."""
-    return SavedActivations(stream_bytes(c) // c.hidden_shards, layer.mixer.checkpointed(c))
+    return SavedActivations(stream_bytes(c) // c.hidden_shards, layer.mixing.checkpointed(c))
 
 
 def recomputed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what a layer saves while it is recomputed, besides its checkpoint."""
-    checkpoint = SavedActivations(attention=layer.mixer.checkpointed(c))
+    checkpoint = SavedActivations(attention=layer.mixing.checkpointed(c))
     if c.job.memory.tiled:  # the first norm's input is the layer's
         checkpoint += SavedActivations(hidden=stream_bytes(c) // c.hidden_shards)
     return saved_per_token(layer, c) - checkpoint
@@ -62,8 +62,8 @@ def recomputed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
 def freed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return the part of `saved_per_token` that is freed when the backward reaches the attention itself."""
     _, behind = _around_attention(layer, c)
-    after_mixer = SavedActivations(hidden=behind // c.hidden_shards, mlp=_mlp_saved(layer, c))
-    return layer.mixer.freed(after_mixer, c)
+    after_mixing = SavedActivations(hidden=behind // c.hidden_shards, mlp=_mlp_saved(layer, c))
+    return layer.mixing.freed(after_mixing, c)
 
 
 def stream_bytes(c: CostContext) -> int:
@@ -88,7 +88,7 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     A layer of attention or an MLP alone has one norm and one input of products.
     """
     before, behind = _around_both(layer, c)
-    return before * (layer.mixer.q_heads > 0), behind * (layer.mlp.width > 0)
+    return before * (layer.mixing.q_heads > 0), behind * (layer.mlp.width > 0)
 
 
 def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:

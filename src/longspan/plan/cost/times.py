@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
-from longspan.plan.cost.memory import Offloaded, fetched_bytes
+from longspan.plan.cost.peak_memory import Offloaded, fetched_bytes
 from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
 from longspan.plan.cost.vision import block_weights_sent, most_patches, tower_flops
 from longspan.plan.cost.weights import layer_weights_sent, shard_elements, sums_gradients_once, trained_elements
@@ -39,7 +39,7 @@ def model_flops(model: ModelShape, job: Job) -> float:
         backward = train and layer.has_backward
         products = 2.0 + layer.trained_share if backward else 1.0  # no gradients of frozen weights
         total += count * products * 2.0 * tokens * layer.matmul_params_active
-        total += layer.mixer.flops(job, count * (times if backward else 1.0))
+        total += layer.mixing.flops(job, count * (times if backward else 1.0))
     if job.mode != "decode":
         total += job.batch * times * sum(tower_flops(CostContext(model, job), largest=False))
     return total
@@ -74,12 +74,12 @@ def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> Laye
     moved = c.tokens * _elementwise_bytes(layer, c) / hardware.memory_bandwidth
     # The backward of elementwise work, like that of a product, takes about twice its forward.
     matmul = products / matmul_speed(hardware, job) + moved
-    attention = layer.mixer.max_flops(c) * _kernel_overhead(layer, job, hardware)
+    attention = layer.mixing.max_flops(c) * _kernel_overhead(layer, job, hardware)
     forward, backward = _attention_seconds(attention, _attended(layer, c), hardware, job)
     if job.mode == "decode":
-        read = layer.active_params / c.mesh.tensor * c.b + layer.mixer.cache_bytes(c)
+        read = layer.active_params / c.mesh.tensor * c.b + layer.mixing.cache_bytes(c)
         return LayerSeconds(max(matmul + forward, read / hardware.memory_bandwidth), 0.0)
-    accumulated, accumulated_back = layer.mixer.accumulated_bytes(c)
+    accumulated, accumulated_back = layer.mixing.accumulated_bytes(c)
     forward += accumulated / hardware.memory_bandwidth
     backward += accumulated_back / hardware.memory_bandwidth
     if job.mode == "prefill":
@@ -115,7 +115,7 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
     `matmul` and `attention` are the seconds of the layer's forward without attention, and of the attention's forward.
     """
     memory, bandwidth = c.job.memory, hardware.memory_bandwidth
-    again = matmul + (0.0 if layer.mixer.checkpointed(c) else attention)
+    again = matmul + (0.0 if layer.mixing.checkpointed(c) else attention)
     inputs = c.job.recomputed_inputs(len(c.model.layers)) / len(c.model.layers)
     seconds = 0.0 if memory.checkpointing == "none" else again * (1 + inputs)
     if memory.tiled:
@@ -130,10 +130,10 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
 
 def _kernel_overhead(layer: LayerShape, job: Job, hardware: Hardware) -> float:
     """Return attention's time over that of its FLOPs: for full blocks on the diagonal, and the softmax itself."""
-    if job.mode == "decode" or not layer.mixer.q_heads:
+    if job.mode == "decode" or not layer.mixing.q_heads:
         return 1.0
-    block = hardware.attention_block / layer.mixer.seen(job.context)
-    width = 2 * hardware.attention_width / (layer.mixer.head_dim + layer.mixer.v_head_dim)
+    block = hardware.attention_block / layer.mixing.seen(job.context)
+    width = 2 * hardware.attention_width / (layer.mixing.head_dim + layer.mixing.v_head_dim)
     return (1.0 + block) * (1.0 + width)
 
 
@@ -143,16 +143,16 @@ def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
     `NORM_BYTES` for a norm; in elements, 9 per element of Q and K for rotary embeddings, 3 for a residual, 5 for
     SwiGLU, 2 each for packing and unpacking.
     """
-    b, mixer = c.b, layer.mixer
-    q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
-    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 and mixer.shards_heads else 0
+    b, mixing = c.b, layer.mixing
+    q, kv = mixing.q_heads * mixing.head_dim, mixing.kv_heads * (mixing.head_dim + mixing.v_head_dim)
+    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 and mixing.shards_heads else 0
     heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
     return 2 * NORM_BYTES * c.d + 6 * b * c.d + heads / c.mesh.tensor
 
 
 def _attended(layer: LayerShape, c: CostContext) -> tuple[str, float]:
     """Return the kind of mask, and the most keys of a query."""
-    return "causal" if layer.mixer.window is None else "window", layer.mixer.seen(c.job.context)
+    return "causal" if layer.mixing.window is None else "window", layer.mixing.seen(c.job.context)
 
 
 def _attention_seconds(flops: float, attended: tuple[str, float], hardware: Hardware, job: Job) -> tuple[float, float]:
@@ -231,8 +231,8 @@ def hidden_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostCont
     """
     c = c.of_layer(layer)
     sents = method_sent(layer, c)
-    hidden, ring = _hidden_exchange(sents, computing, c, hardware), _ring(sents)
-    schedule = layer.mixer.ring_schedule(c) if ring else None
+    hidden, ring = _hidden_all_to_all(sents, computing, c, hardware), _ring(sents)
+    schedule = layer.mixing.ring_schedule(c) if ring else None
     if schedule is not None:
         hidden += _hideable(ring, c, hardware) - _ring_waits(ring, computing, schedule, c, hardware)
     return hidden
@@ -242,7 +242,7 @@ def _ring(sents: Sequence[Sent]) -> list[Sent]:
     return [sent for sent in sents if sent.op == "p2p"]
 
 
-def _hidden_exchange(sents: Sequence[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
+def _hidden_all_to_all(sents: Sequence[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of one layer's all-to-alls that overlap with the attention of other chunks of heads.
 
     The first chunk's scatter and the last chunk's gather overlap with nothing; the others with at most n - 1 of n parts
@@ -275,34 +275,34 @@ def _ring_waits(
 
     `ring`: P2P messages of the layer, in pairs: keys and values, gradients.
     """
-    rounds = schedule.routes.rounds
-    if rounds == 0:
+    steps = schedule.routes.steps
+    if steps == 0:
         return 0.0
     forwards, backwards = c.job.attention_passes
     # Chunks of heads one after the other are like one with all their messages: both sides of `ring_wait` grow alike.
-    kv, gradient = (_hideable(rows, c, hardware) / rounds for rows in (ring[::2], ring[1::2]))
+    kv, gradient = (_hideable(rows, c, hardware) / steps for rows in (ring[::2], ring[1::2]))
     kv, gradient = kv / (forwards + backwards), gradient / max(1, backwards)
-    forward = ring_wait(kv, 0.0, computing.attention_forward, schedule.own, rounds)
-    return forwards * forward + backwards * ring_wait(kv, gradient, computing.attention_backward, schedule.own, rounds)
+    forward = ring_wait(kv, 0.0, computing.attention_forward, schedule.own, steps)
+    return forwards * forward + backwards * ring_wait(kv, gradient, computing.attention_backward, schedule.own, steps)
 
 
-def ring_wait(kv: float, gradient: float, attention: float, own: float, rounds: int) -> float:
+def ring_wait(kv: float, gradient: float, attention: float, own: float, steps: int) -> float:
     """Return the seconds that a rank of a ring waits for messages in one forward or backward of an attention.
 
-    Round 0 computes the rank's own block, each further round a received block. While a round computes, the next
-    round's block arrives, and from round 2 on a gradient of the round before. A backward leaves half of its own block
+    Step 0 computes the rank's own block, each further step a received block. While a step computes, the next
+    step's block arrives, and from step 2 on a gradient of the step before. A backward leaves half of its own block
     for the end, to overlap with the last gradient.
 
     Args:
         kv: seconds of a message of keys and values.
         gradient: seconds of a message of gradients, 0 in a forward.
-        attention: seconds of computing, all rounds together.
-        own: fraction of it in round 0.
-        rounds: hops of the block that travels furthest, at least 1.
+        attention: seconds of computing, all steps together.
+        own: fraction of it in step 0.
+        steps: hops of the block that travels furthest, at least 1.
     """
-    first, each = attention * own * (0.5 if gradient else 1.0), attention * (1 - own) / rounds
-    arriving = [kv - first] + [kv - each] * (rounds > 1) + [gradient - each] * (rounds > 1) + [gradient - first]
-    between = max(0, rounds - 2) * max(0.0, kv + gradient - each)
+    first, each = attention * own * (0.5 if gradient else 1.0), attention * (1 - own) / steps
+    arriving = [kv - first] + [kv - each] * (steps > 1) + [gradient - each] * (steps > 1) + [gradient - first]
+    between = max(0, steps - 2) * max(0.0, kv + gradient - each)
     return sum(max(0.0, wait) for wait in arriving) + between
 
 
@@ -346,8 +346,8 @@ def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple
         computing = layer_seconds(layer, c, hardware)
         weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
         saved = checkpoint_per_token(layer, c).total * c.tokens if train and c.offloads else 0
-        is_on_host = stored.host_bytes.get("kv_cache") and layer.mixer.cached_per_token
-        cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if is_on_host else 0
+        is_on_host = stored.host_bytes.get("kv_cache") and layer.mixing.cached_per_token
+        cached = fetched_bytes(layer.mixing.cache_bytes(c), c.job) if is_on_host else 0
         gradients = weights * sums / micro
         # The two directions of the link run concurrently.
         forward, backward = max(saved, weights + cached), max(saved + weights, gradients)

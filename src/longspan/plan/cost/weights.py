@@ -45,7 +45,7 @@ def cut_dim(name: str) -> int | None:
 def can_cut(layer: LayerShape) -> bool:
     """Whether `longspan.hf.weights.tensor_rules` can cut such a layer: separate projections, norms per head."""
     owners = {p.name.rpartition(".")[0].rpartition(".")[2]: p for p in layer.parameters}
-    dim = getattr(layer.mixer, "head_dim", 0)
+    dim = getattr(layer.mixing, "head_dim", 0)
     per_head = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)
     gated = "experts" in owners or {"gate_proj", "up_proj", "down_proj"} <= owners.keys()
     return per_head and gated and {"q_proj", "k_proj", "v_proj", "o_proj"} <= owners.keys()

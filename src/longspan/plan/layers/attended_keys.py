@@ -15,7 +15,7 @@ from longspan.core.regions import Region
 from longspan.core.routes import Routes, ring_routes
 
 MOST_RANKS = 64
-"""Ranks of a ring, evenly spread, whose buffers are counted round by round."""
+"""Ranks of a ring, evenly spread, whose buffers are counted step by step."""
 
 
 @dataclass(frozen=True)
@@ -166,21 +166,21 @@ def _schedule(layout: Layout, n: int, keys: AttendedKeys) -> RingSchedule:
     own = sum(_pairs(q, k, n, keys) for q in blocks[slowest] for k in blocks[slowest])
     routes = ring_routes(_readers(layout, blocks, n, keys))
     if keys.limit is not None:
-        return RingSchedule(routes, pairs, own / pairs[slowest], *from_both_sides(layout, routes.rounds), 1.0)
+        return RingSchedule(routes, pairs, own / pairs[slowest], *from_both_sides(layout, routes.steps), 1.0)
     # Every block goes right; a causal zigzag ring computes half of the keys or of the queries.
-    part, rounds = 0.5 if keys == CAUSAL and layout.kind == "zigzag" else 1.0, routes.rounds
-    return RingSchedule(routes, pairs, own / pairs[slowest], min(rounds, 2), 2 * (rounds > 1), part)
+    part, steps = 0.5 if keys == CAUSAL and layout.kind == "zigzag" else 1.0, routes.steps
+    return RingSchedule(routes, pairs, own / pairs[slowest], min(steps, 2), 2 * (steps > 1), part)
 
 
-def from_both_sides(layout: Layout, rounds: int) -> tuple[int, int]:
+def from_both_sides(layout: Layout, steps: int) -> tuple[int, int]:
     """Return `blocks` and `gradients` of windows, chunks and packed documents.
 
-    Under zigzag their blocks arrive from both sides, while gradients return from earlier rounds. An upper bound, at
+    Under zigzag their blocks arrive from both sides, while gradients return from earlier steps. An upper bound, at
     most 3 % of a step's memory too high.
     """
     sides, others = 1 if layout.kind == "contiguous" else 2, layout.ring - 1
-    gradients = 3 * sides if rounds > 1 else 2 * sides - 1
-    return min(others, sides * min(rounds, 2)), min(sides * others - (sides - 1), gradients)
+    gradients = 3 * sides if steps > 1 else 2 * sides - 1
+    return min(others, sides * min(steps, 2)), min(sides * others - (sides - 1), gradients)
 
 
 def _pairs(queries: Span, in_keys: Span, n: int, keys: AttendedKeys) -> int:

@@ -1,4 +1,4 @@
-"""What mixes tokens in a layer (`Mixer`), the MLP behind it, and the values in which they report their costs."""
+"""What mixes tokens in a layer (`TokenMixing`), the MLP behind it, and the values in which they report their costs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SavedActivations:
         return self.hidden + self.attention + self.mlp
 
     def items(self) -> dict[str, int]:
-        """Return them under the names of `longspan.plan.cost.memory.ITEMS`."""
+        """Return them under the names of `longspan.plan.cost.peak_memory.ITEMS`."""
         return {f"activations_{name}": getattr(self, name) for name in ("hidden", "attention", "mlp")}
 
 
@@ -78,7 +78,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Mlp:
-    """The part of a layer that follows the mixer: dense, or routed experts."""
+    """The part of a layer that follows the mixing: dense, or routed experts."""
 
     ffn: int  # intermediate size of a dense MLP, or of each routed expert
     gated: bool = True  # three matrices (SwiGLU and its like) rather than two
@@ -111,11 +111,11 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Mixer:
+class TokenMixing:
     """The part of a layer that mixes tokens, attention or a recurrence: its sizes and its costs.
 
     Bytes, FLOPs and calls are for one layer and one micro-batch, max over ranks. A method that a subclass does not
-    override costs nothing; a plain `Mixer()` is a layer that is an MLP alone.
+    override costs nothing; a plain `TokenMixing()` is a layer that is an MLP alone.
 
     Attributes:
         q_heads: query heads, which Ulysses shards. Recurrent layers: heads of the values.
@@ -173,7 +173,7 @@ class Mixer:
         return []
 
     def ring_schedule(self, c: CostContext) -> RingSchedule | None:
-        """Return how KV blocks go round the ring; None if the mixer has no ring."""
+        """Return how KV blocks go round the ring; None if the mixing has no ring."""
         return None
 
     # The cache.
@@ -193,8 +193,8 @@ class Mixer:
         """Return the bytes of its KV cache or state, max over ranks."""
         return max(self.cache_by_rank(c))
 
-    def cache_mixer(self, c: CostContext) -> Mixer:
-        """Return the mixer that attends to the KV cache, if that is another one."""
+    def cache_mixing(self, c: CostContext) -> TokenMixing:
+        """Return the mixing that attends to the KV cache, if that is another one."""
         return self
 
     # Memory.
@@ -207,14 +207,14 @@ class Mixer:
         """Return the part of `saved` that checkpointing saves rather than recomputes."""
         return 0
 
-    def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
+    def freed(self, after_mixing: SavedActivations, c: CostContext) -> SavedActivations:
         """Return the saved bytes per token that a layer has freed when its backward reaches the mixing itself.
 
-        `after_mixer`: saved by the rest of the layer, behind the mixer.
+        `after_mixing`: saved by the rest of the layer, behind the mixing.
         """
         return SavedActivations()
 
-    def chunks(self, c: CostContext) -> int:
+    def head_chunks(self, c: CostContext) -> int:
         """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
         return 1
 

@@ -1,4 +1,4 @@
-"""Recurrent layers as mixers: linear attention, plain, with decay or with the delta rule, and Mamba-2.
+"""Recurrent layers: linear attention, plain, with decay or with the delta rule, and Mamba-2.
 
 `longspan.mixers` runs them; tests compare what they send with it to the byte.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from longspan.core.cache import is_sharded
 from longspan.core.layout import Layout
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers.base import Buffers, Mixer, Sent
+from longspan.plan.layers.base import Buffers, Sent, TokenMixing
 
 STATE_BYTES = 4
 """Bytes of a state's element: fp32 in any job."""
@@ -21,7 +21,7 @@ STATES = "states of recurrent layers"
 
 
 @dataclass(frozen=True)
-class Linear(Mixer):
+class Linear(TokenMixing):
     """A recurrent layer: a state of `[head_dim, v_head_dim]` per value head, sent as `longspan.mixers` does."""
 
     # of the transition, what the state before a run is multiplied by: `head_dim` for a matrix (delta rule), 1 for

@@ -1,6 +1,6 @@
-"""Softmax attention as a mixer: full, windowed or chunked, with grouped, shared or latent keys and values.
+"""Softmax attention: full, windowed or chunked, with grouped, shared or latent keys and values.
 
-`exchange.py` says what it sends.
+`messages.py` says what it sends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
 from longspan.core.heads import HeadShard
 from longspan.core.parallel import ParallelConfig
 from longspan.plan.job import CostContext, Job, head_shards
-from longspan.plan.layers import exchange
+from longspan.plan.layers import messages
 from longspan.plan.layers.attended_keys import (
     CAUSAL,
     AttendedKeys,
@@ -21,7 +21,7 @@ from longspan.plan.layers.attended_keys import (
     from_both_sides,
     ring_schedule,
 )
-from longspan.plan.layers.base import Buffers, Mixer, SavedActivations, Sent
+from longspan.plan.layers.base import Buffers, SavedActivations, Sent, TokenMixing
 from longspan.plan.layers.linear import Linear
 
 KERNEL_DQ = 4
@@ -43,14 +43,14 @@ class RankHeads:
 
 
 @dataclass(frozen=True)
-class Softmax(Mixer):
+class Softmax(TokenMixing):
     """Attention over keys and values."""
 
     keys: AttendedKeys = CAUSAL  # the keys that a query attends to
     latent_dim: int = 0  # MLA: elements per token of the latent vector of keys and values, rotary part included; else 0
     rope_dim: int = 0  # MLA: the rotary part of it
     sinks: bool = False  # whether each query head has a learnt attention sink
-    # whether values are the first elements of the keys, and are not cached a second time (`cache_mixer`)
+    # whether values are the first elements of the keys, and are not cached a second time (`cache_mixing`)
     shared: bool = False
 
     shards_heads: ClassVar[bool] = True
@@ -89,12 +89,12 @@ class Softmax(Mixer):
         """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
         return _max_heads(self, mesh.tensor, 1)
 
-    def chunks(self, c: CostContext) -> int:
+    def head_chunks(self, c: CostContext) -> int:
         """Return the chunks that `Memory.head_chunks` gives: at most a rank's KV heads, which 0 stands for."""
         most = max(1, self.max_heads(c.mesh).kv_heads)
         return min(c.job.memory.head_chunks or most, most)
 
-    def cache_mixer(self, c: CostContext) -> Softmax:
+    def cache_mixing(self, c: CostContext) -> Softmax:
         """Return the attention to a KV cache.
 
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
@@ -113,7 +113,7 @@ class Softmax(Mixer):
         return times * job.batch * pairs * each
 
     def max_flops(self, c: CostContext) -> float:
-        cached = self.cache_mixer(c)
+        cached = self.cache_mixing(c)
         if cached is not self and (c.job.mode == "decode" or c.job.prefill_chunk is not None):
             return cached.max_flops(c)
         if c.job.mode == "decode":
@@ -140,8 +140,8 @@ class Softmax(Mixer):
 
     def sent(self, c: CostContext) -> list[Sent]:
         if c.job.mode == "decode":
-            return exchange.decode(self, c)
-        return (exchange.prompt if c.job.prompt_chunks else exchange.sequence)(self, c)
+            return messages.decode(self, c)
+        return (messages.prompt if c.job.prompt_chunks else messages.sequence)(self, c)
 
     def ring_schedule(self, c: CostContext) -> RingSchedule:
         return ring_schedule(c.layout, c.job.context, self.keys)
@@ -150,7 +150,7 @@ class Softmax(Mixer):
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return the bytes of keys and values on each rank of a sequence group: its heads (ulysses), tokens (ring)."""
-        cached, job = self.cache_mixer(c), c.job
+        cached, job = self.cache_mixing(c), c.job
         if cached is not self:
             return cached.cache_by_rank(c, generated, chunk, step)
         first = self.keys.cached_from(job.context + generated - step)
@@ -179,9 +179,9 @@ class Softmax(Mixer):
             return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
         return 0
 
-    def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
+    def freed(self, after_mixing: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        return after_mixer + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
+        return after_mixing + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
@@ -201,7 +201,7 @@ class Softmax(Mixer):
     def ring_buffers(self, c: CostContext) -> Buffers:
         """Return the buffers of a forward over a ring, of all head chunks together, or of a chunk over a cache."""
         if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
-            return self.cache_mixer(c)._prompt_chunk(c)
+            return self.cache_mixing(c)._prompt_chunk(c)
         if c.mesh.ring == 1 or c.job.mode == "decode":
             return Buffers()
         heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses
@@ -240,8 +240,8 @@ class Softmax(Mixer):
         With head chunks each peak is one chunk's, and the gradients received so far are added.
         """
         heads, mine = self.max_heads(c.mesh), self.local_heads(c.mesh)
-        chunks, u = self.chunks(c), c.mesh.ulysses
-        exchanged, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
+        chunks, u = self.head_chunks(c), c.mesh.ulysses
+        all_to_all, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
         gradients = in_heads * (heads.q + heads.kv)
         received = in_heads * (heads.q + heads.kv + heads.out) if recomputed else 0  # by the recomputed all-to-all
@@ -249,7 +249,7 @@ class Softmax(Mixer):
         d_out = in_tokens * mine.out
         stays = d_out + (result if chunks > 1 else 0)
         # The output and its gradient, copied from the received rows, or some of their heads.
-        sliced = chunks > 1 and not exchanged
+        sliced = chunks > 1 and not all_to_all
         copies = 2 * in_heads * heads.out if recomputed or sliced else 0
         if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
             ring = self._ring_backward(c)
@@ -257,14 +257,14 @@ class Softmax(Mixer):
             stays -= d_out // chunks * sliced
             return Buffers(-(-ring.comm // chunks), computing + (stays if recomputed or chunks > 1 else 0))
         kernel = self._kernel_backward(c) + copies
-        computing = received + gradients + in_heads * heads.out * exchanged + kernel
+        computing = received + gradients + in_heads * heads.out * all_to_all + kernel
         sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
         # The kernel's saved tensors are freed before gradients are sent back.
         freed = 0 if recomputed else in_heads * (heads.q + heads.kv + heads.out)
         returning = 2 * gradients + (result if chunks == 1 else 0) - freed
         if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
-            return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
-        peaks = [computing, *((sending, returning) if exchanged else ())]
+            return Buffers(0, max(computing, d_out + sending, returning) if all_to_all else computing + d_out)
+        peaks = [computing, *((sending, returning) if all_to_all else ())]
         return Buffers(0, stays + -(-max(peaks) // chunks))
 
     def _ring_backward(self, c: CostContext) -> Buffers:

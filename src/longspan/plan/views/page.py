@@ -15,7 +15,7 @@ from longspan.core.formatting import parameters
 from longspan.core.memory import Memory
 from longspan.core.parallel import AXES
 from longspan.core.validation import LARGEST_COUNT
-from longspan.plan.cost.memory import ITEMS
+from longspan.plan.cost.peak_memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS, Plan, cost, search
@@ -84,7 +84,7 @@ def grid(
 
     def listed(plan: Plan) -> dict[str, Any]:
         options = None if plan.job.memory == job.memory else plan.job.memory.describe()
-        return {**plan_dict(plan, longest=False), "memory_options": options, "notes": plan.notes}
+        return {**plan_dict(plan, max_context=False), "memory_options": options, "notes": plan.notes}
 
     return {
         "parameters": parameters(model.params),

@@ -10,9 +10,9 @@ from typing import Any
 from longspan.core.settings import changed, to_yaml
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job
+from longspan.plan.memory_options import Suggestions
 from longspan.plan.methods import Method
 from longspan.plan.names import weights_of
-from longspan.plan.options import Suggestions
 from longspan.plan.search import Plan, Search
 from longspan.plan.shape import ModelShape
 
@@ -68,12 +68,12 @@ def _short_dict(plan: Plan) -> dict[str, Any]:
 
 def _model_dict(model: ModelShape) -> dict[str, Any]:
     own = ("name", "params", "active_params", "d_model", "q_heads", "kv_heads", "vocab", "max_position")
-    kinds = [(layer.mixer, count) for layer, count in model.layer_kinds]
+    kinds = [(layer.mixing, count) for layer, count in model.layer_kinds]
     return {
         **{name: getattr(model, name) for name in own},
         "layers": len(model.layers),
-        "head_dim": max(mixer.head_dim for mixer, _ in kinds),
-        "layer_kinds": [{"kind": mixer.name, "window": mixer.window, "count": count} for mixer, count in kinds],
+        "head_dim": max(mixing.head_dim for mixing, _ in kinds),
+        "layer_kinds": [{"kind": mixing.name, "window": mixing.window, "count": count} for mixing, count in kinds],
     }
 
 
@@ -91,8 +91,8 @@ def _hardware_dict(hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
-    """Return one plan; `longest=False` leaves out `max_context`, which takes a search."""
+def plan_dict(plan: Plan, *, max_context: bool = True) -> dict[str, Any]:
+    """Return one plan; `max_context=False` leaves out `max_context`, which takes a search."""
     own = (
         "fits", "runs", "memory_total_bytes", "headroom_bytes", "comm_bytes_per_gpu_per_layer",
         "comm_seconds", "compute_seconds", "step_seconds", "tokens_per_second", "mfu",
@@ -108,7 +108,7 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "host_node_bytes": plan.offloaded.host_node_bytes,
         "exposed_offload_seconds": plan.offload_seconds,
         "memory_bytes": dict(plan.memory_bytes),
-        "max_context": plan.max_context if longest else None,
+        "max_context": plan.max_context if max_context else None,
         "comm": [asdict(c) for c in plan.comm],
         "exposed_comm_seconds": plan.exposed_seconds,
         "reasons": list(plan.reasons),
@@ -123,7 +123,7 @@ def _method_dict(method: Method) -> dict[str, Any]:
         **{name: getattr(method, name) for name in own},
         "seconds_per_layer_at_128_tokens": method.short_seconds,
         "seconds_per_layer_across_nodes": method.apart_seconds,
-        "plan": None if method.plan is None else plan_dict(method.plan, longest=False),
+        "plan": None if method.plan is None else plan_dict(method.plan, max_context=False),
     }
 
 

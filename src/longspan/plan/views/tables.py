@@ -13,7 +13,7 @@ from rich.text import Text
 
 from longspan.core.formatting import parameters, seconds, size
 from longspan.core.memory import FASTEST
-from longspan.plan.cost.memory import ITEMS
+from longspan.plan.cost.peak_memory import ITEMS
 from longspan.plan.limits import GB, unsupported
 from longspan.plan.methods import Method
 from longspan.plan.search import Plan, Search, format_items

@@ -1,7 +1,7 @@
 """Peak memory of one GPU, item by item; the KV cache; what is in the host's memory.
 
 A step has several peak candidates, such as the loss or the backward of the first layer. Each is summed from its items;
-the largest is reported. `training_memory.py` lists those of a training step, this file those of a forward without a
+the largest is reported. `training_peaks.py` lists those of a training step, this file those of a forward without a
 backward (prefill, decode). `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from longspan.plan.cost.saved import checkpoint_bytes, mlp_tiles
-from longspan.plan.cost.training_memory import training_peaks
+from longspan.plan.cost.training_peaks import training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers.base import Buffers, Mixer, Mlp
+from longspan.plan.layers.base import Buffers, Mlp, TokenMixing
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",
@@ -36,7 +36,7 @@ ITEMS = {
     "comm_buffers": "buffers of the ring: current and next KV block, gradients in flight",
     "reserve": "held by torch, CUDA and NCCL themselves; on a CPU, what a plan is rounded up by",
 }
-"""The items of `memory`, with a description."""
+"""The items of `peak_memory`, with a description."""
 
 
 PREFILL_TILES = 16
@@ -50,7 +50,7 @@ FRAME_STATES = 2
 """Hidden states that transformers' frames hold: the embeddings, and the layer's input."""
 
 
-def memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
+def peak_memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
     """Return the bytes of every item of `ITEMS` at the peak, max over ranks.
 
     Without FSDP, bf16 training is torch's autocast, which holds fp32 tensors beside bf16 ones: planned as fp32, with
@@ -67,7 +67,7 @@ def memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> di
 
 @functools.lru_cache(maxsize=4096)
 def _without_reserve(c: CostContext, once: bool, tiles: int) -> Mapping[str, int]:
-    """Return `memory` without the reserve: the same for many kinds of GPU.
+    """Return `peak_memory` without the reserve: the same for many kinds of GPU.
 
     `once`: whether gradients of all micro-batches are summed over the ranks once.
     """
@@ -114,32 +114,34 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
 
 def _attention(c: CostContext) -> dict[str, int]:
     """Return what attention holds besides hidden states, in the layer that needs most."""
-    return max((in_mixer(layer.mixer, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values()))
+    return max(
+        (mixing_peak(layer.mixing, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values())
+    )
 
 
-def in_mixer(mixer: Mixer, c: CostContext) -> dict[str, int]:
+def mixing_peak(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
     """Return the largest of three peaks: sending q, k and v; the kernel or the ring; sending the output back.
 
     With head chunks each peak is one chunk's, and the output received so far is added.
     """
-    qkv, out, packed = _buffers(mixer, c)
-    ring, chunks = mixer.ring_buffers(c), mixer.chunks(c)
-    exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
-    peaks = [Buffers(ring.comm, packed * exchanged + max(out, ring.workspace))]
-    if exchanged:  # sent and received buffer; and behind the kernel those of the output, and the output
+    qkv, out, packed = _buffers(mixing, c)
+    ring, chunks = mixing.ring_buffers(c), mixing.head_chunks(c)
+    all_to_all = c.mesh.ulysses > 1 and c.job.mode != "decode"
+    peaks = [Buffers(ring.comm, packed * all_to_all + max(out, ring.workspace))]
+    if all_to_all:  # sent and received buffer; and behind the kernel those of the output, and the output
         peaks += [Buffers(0, 2 * packed), Buffers(0, (3 if chunks == 1 else 2) * out)]
     peak = max(peaks, key=lambda each: each.total)
     workspace = -(-peak.workspace // chunks) + (out if chunks > 1 else 0)
     return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": -(-peak.comm // chunks)}
 
 
-def _buffers(mixer: Mixer, c: CostContext) -> tuple[int, int, int]:
-    """Return `Mixer.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
-    cached = mixer.cache_mixer(c)
-    if c.job.prefill_chunk is None or cached is mixer:
-        return mixer.forward_buffers(c)
+def _buffers(mixing: TokenMixing, c: CostContext) -> tuple[int, int, int]:
+    """Return `TokenMixing.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
+    cached = mixing.cache_mixing(c)
+    if c.job.prefill_chunk is None or cached is mixing:
+        return mixing.forward_buffers(c)
     qkv, out, packed = cached.forward_buffers(c)
-    return mixer.forward_buffers(c)[0] + qkv, out, packed
+    return mixing.forward_buffers(c)[0] + qkv, out, packed
 
 
 def _in_mlp(mlp: Mlp, c: CostContext) -> int:
@@ -186,12 +188,12 @@ def cache_on_device(c: CostContext) -> int:
 
 def key_value_bytes(c: CostContext) -> int:
     """Return the bytes of all layers' keys and values, max over ranks."""
-    return sum(n * layer.mixer.cache_bytes(c) for layer, n in c.model.layer_kinds if layer.mixer.cached_per_token)
+    return sum(n * layer.mixing.cache_bytes(c) for layer, n in c.model.layer_kinds if layer.mixing.cached_per_token)
 
 
 def state_bytes(c: CostContext) -> int:
     """Return the bytes of all recurrent layers' states, equal on every rank."""
-    return sum(n * layer.mixer.cache_bytes(c) for layer, n in c.model.layer_kinds if not layer.mixer.cached_per_token)
+    return sum(n * layer.mixing.cache_bytes(c) for layer, n in c.model.layer_kinds if not layer.mixing.cached_per_token)
 
 
 def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -> int:
@@ -215,8 +217,8 @@ def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -
 
 
 def _staged(c: CostContext, generated: int, chunk: int | None, step: int) -> int:
-    kinds = {layer: layer.mixer.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
-    current = [kinds[layer] for layer in c.model.layers if layer.mixer.cached_per_token]
+    kinds = {layer: layer.mixing.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
+    current = [kinds[layer] for layer in c.model.layers if layer.mixing.cached_per_token]
     none = [0] * c.mesh.sequence_ranks
     is_first_forward = step == c.job.context + generated  # the cache is empty: nothing to prefetch
     prefetched = [none] * len(current) if is_first_forward else [*current[1:], none]

@@ -87,15 +87,15 @@ def _layer_phases(c: CostContext, hidden: int) -> list[tuple[SavedActivations, P
     layers = [layer for layer, _ in c.model.layer_kinds]
     mlp, sums = max((mlp_backward_bytes(layer, c) for layer in layers), key=sum)
     freed = min((freed_per_token(layer, c) for layer in layers), key=lambda each: each.total) * c.tokens
-    buffers = max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda each: each.total)
+    buffers = max((layer.mixing.backward_buffers(c) for layer in layers), key=lambda each: each.total)
     phases = [
         (SavedActivations(), {"mlp": mlp, "gradients": sums, "hidden": 2 * hidden}),
         (freed, {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace, "hidden": hidden}),
     ]
-    exchanged = max(_recomputed_exchange(layer, c) for layer in layers)
-    if exchanged:  # the layer has not saved anything yet but its normalised input
-        exchanged -= max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
-        phases.insert(0, (SavedActivations(), {"attention_workspace": exchanged, "hidden": 2 * hidden}))
+    all_to_all = max(_recomputed_all_to_all(layer, c) for layer in layers)
+    if all_to_all:  # the layer has not saved anything yet but its normalised input
+        all_to_all -= max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
+        phases.insert(0, (SavedActivations(), {"attention_workspace": all_to_all, "hidden": 2 * hidden}))
     return phases
 
 
@@ -203,7 +203,7 @@ def _unpacked(parameters: tuple[Parameter, ...]) -> int:
     return max((p.numel for p in parameters if p.packed), default=0)
 
 
-def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
+def _recomputed_all_to_all(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes of a checkpointed layer's recomputed all-to-all, the rank's q, k and v included; 0 if none is.
 
     The larger of sending q, k and v (sent and received buffer), and of receiving the output (what arrived, the output
@@ -211,6 +211,6 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     """
     if c.mesh.ulysses == 1 or c.job.memory.checkpointing == "none":
         return 0
-    (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c)
+    (qkv, out, packed), n = layer.mixing.forward_buffers(c), layer.mixing.head_chunks(c)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
     return max(qkv + -(-2 * packed // n), qkv + receiving * c.job.memory.recomputes_layers)

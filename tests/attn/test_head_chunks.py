@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan
 from longspan.attn.api import AttentionOptions
 from longspan.attn.kernels.tiled import TiledKernel
-from longspan.attn.methods.chunked import ChunkedUlysses
+from longspan.attn.methods.head_chunks import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
@@ -467,5 +467,5 @@ def test_each_number_of_chunks_has_its_own_plan() -> None:
     qkv = [x[name] for name in "qkv"]
     for chunks in (1, 2, 4, 0, 99):
         longspan.attention(*qkv, sp, head_chunks=chunks)
-    methods = [plan.method for plan in sp.plans.values()]
+    methods = [plan.method for plan in sp.prepared.values()]
     assert [len(m.chunks) if isinstance(m, ChunkedUlysses) else None for m in methods] == [None, 2, 4, 8, 8]

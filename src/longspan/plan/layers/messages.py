@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Heads in chunks.
 
 
-class HeadChunk(NamedTuple):
+class ChunkHeads(NamedTuple):
     """A rank's heads that go through all-to-all and attention together."""
 
     q: int  # query heads
@@ -31,23 +31,23 @@ class HeadChunk(NamedTuple):
     kv_back: int  # KV heads whose gradients are sent back with theirs
 
 
-def head_chunks(layer: Softmax, c: CostContext) -> tuple[tuple[HeadChunk, ...], ...]:
+def heads_of_chunks(layer: Softmax, c: CostContext) -> tuple[tuple[ChunkHeads, ...], ...]:
     """Return the chunks of each Ulysses rank, as `longspan.attn.prepare` cuts them."""
     shards, overlapped = layer.head_shards(c.mesh), 1
     if c.mesh.ulysses > 1:
         most = max(shard.kv_heads if c.mesh.ring > 1 else shard.q_heads for shard in shards)
         overlapped = max(1, min(c.job.overlap_chunks, most))
-    return _head_chunks(shards, c.job.memory.head_chunks, overlapped)
+    return _heads_of_chunks(shards, c.job.memory.head_chunks, overlapped)
 
 
 @functools.lru_cache(maxsize=4096)
-def _head_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) -> tuple[tuple[HeadChunk, ...], ...]:
+def _heads_of_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) -> tuple[tuple[ChunkHeads, ...], ...]:
     cut = split_head_chunks(shards, chunks, overlapped)
 
-    def chunk_of(shard: HeadShard, at: int, count: int) -> HeadChunk:
+    def chunk_of(shard: HeadShard, at: int, count: int) -> ChunkHeads:
         # Chunks that share KV heads: these are sent with the first, and their gradients with the last.
         kv = shard.kv_heads
-        return HeadChunk(shard.q_heads, kv if at == 0 else 0, kv if at == count - 1 else 0)
+        return ChunkHeads(shard.q_heads, kv if at == 0 else 0, kv if at == count - 1 else 0)
 
     return tuple(
         tuple(chunk_of(piece[rank], at, len(run)) for run in cut for at, piece in enumerate(run))
@@ -63,9 +63,9 @@ def sequence(layer: Softmax, c: CostContext) -> list[Sent]:
     """Return what Ulysses and ring send, on the rank that sends most."""
     if c.mesh.sequence_ranks == 1:
         return []
-    of_ranks = head_chunks(layer, c)
+    of_ranks = heads_of_chunks(layer, c)
 
-    def sent_by(mine: tuple[HeadChunk, ...]) -> list[Sent]:
+    def sent_by(mine: tuple[ChunkHeads, ...]) -> list[Sent]:
         sent: list[Sent] = []
         for chunk, of_all in zip(mine, zip(*of_ranks, strict=True), strict=True):
             sent += [*_ulysses(layer, c, of_all, chunk), *_ring(layer, c, chunk.kv)]
@@ -75,7 +75,7 @@ def sequence(layer: Softmax, c: CostContext) -> list[Sent]:
     return max(map(sent_by, dict.fromkeys(of_ranks)), key=lambda sent: sum(each.bytes * each.calls for each in sent))
 
 
-def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[HeadChunk, ...], mine: HeadChunk) -> list[Sent]:
+def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[ChunkHeads, ...], mine: ChunkHeads) -> list[Sent]:
     """Return two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
@@ -106,7 +106,7 @@ def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[HeadChunk, ...], mi
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_bytes(chunks: tuple[HeadChunk, ...], d: int, dv: int) -> tuple[int, int, int]:
+def _row_bytes(chunks: tuple[ChunkHeads, ...], d: int, dv: int) -> tuple[int, int, int]:
     """Return the sizes of a token's packed row, its output, and its gradients' row, for heads of `d` and `dv`."""
     return (
         sum(chunk.q * d + chunk.kv * (d + dv) for chunk in chunks),
@@ -153,7 +153,7 @@ def decode(layer: Softmax, c: CostContext, tokens: int = 1) -> list[Sent]:
     Every rank computes all of these tokens. One all-gather joins the outputs of all heads, or, over a ring, partial
     outputs and log-sum-exps in fp32.
     """
-    layer = layer.cache_mixer(c)
+    layer = layer.cache_mixing(c)
     if c.mesh.sequence_ranks == 1:
         return []
     rows = c.sequences * tokens * layer.max_heads(c.mesh).q_heads
@@ -164,14 +164,14 @@ def decode(layer: Softmax, c: CostContext, tokens: int = 1) -> list[Sent]:
     return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (c.mesh.sequence_ranks - 1))]
 
 
-def chunk(layer: Softmax, c: CostContext, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
+def prompt_chunk(layer: Softmax, c: CostContext, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
     """Return what one chunk of a prompt sends over a KV cache, whatever this holds.
 
     Besides the all-to-all, a ring sends queries to the keys, and partial outputs back. The chunk's `tokens` are enough
     to be cut over the ranks (`longspan.core.cache.is_sharded`). `ulysses_rank`: the rank that sends; None: the
     rank that sends most.
     """
-    layer = layer.cache_mixer(c)
+    layer = layer.cache_mixing(c)
     shards = layer.head_shards(c.mesh)
     b, d, dv = c.b, layer.head_dim, layer.v_head_dim
     rows = c.layout.local_length(tokens) * c.sequences
@@ -197,6 +197,6 @@ def prompt(layer: Softmax, c: CostContext) -> list[Sent]:
     """Return what a prompt sends in chunks of `Job.prefill_chunk`."""
     sent = []
     for tokens, count in c.job.prompt_chunks:
-        one = chunk if is_sharded(c.layout, tokens) else decode
+        one = prompt_chunk if is_sharded(c.layout, tokens) else decode
         sent += [replace(each, calls=each.calls * count) for each in one(layer, c, tokens)]
     return sent

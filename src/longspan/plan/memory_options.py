@@ -91,7 +91,7 @@ def fastest_that_fits(model: ModelShape, job: Job, hardware: Hardware, fixed: Fi
 
     bare = min(plans, key=_options_in_use)
     asked = sum(value != getattr(FASTEST, name) for name, value in fixed.items())
-    # No memory option shortens a step, except head chunks, if an overlapped exchange is sent in them.
+    # No memory option shortens a step, except head chunks, if an overlapped all-to-all is sent in them.
     nothing_faster = bare.fits and _options_in_use(bare) == asked and job.overlap_chunks == 1
     ordered = [bare] if nothing_faster else sorted(plans, key=order)
     at = next(at for at, plan in enumerate(ordered) if plan.fits)
@@ -185,7 +185,9 @@ def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Fixed) -> li
     return [memory for memory in every if all(getattr(memory, name) in of for name, of in open_options.items())]
 
 
-def longest(model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan | None:
+def search_longest_context(
+    model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
+) -> Plan | None:
     """Return the fastest plan of the longest context that fits on so many GPUs, or None.
 
     The context is a multiple of 1,024 tokens. Only meshes that this version runs count.
@@ -202,7 +204,9 @@ def longest(model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: F
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
 
 
-def longest_context_on(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> int | None:
+def longest_context_with_options(
+    model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
+) -> int | None:
     """Return the longest context, a multiple of 1,024 tokens, that fits on a mesh with any memory options, or None."""
     options = smallest_memory_candidates(job, hardware, fixed)
     return _furthest(model, [job], options, hardware)[0] or None
@@ -331,7 +335,7 @@ def find_suggestions(
     limit = MOST_GPUS_WITH_OPTIONS if chooses else MOST_GPUS
     more, fewer = _on_more(model, job, gpus, hardware, with_chosen_options if chooses else as_it_is, limit)
     nothing = memory_options is None and more is None
-    reached = longest(model, job, gpus, hardware, fixed_options) if few and nothing else None
+    reached = search_longest_context(model, job, gpus, hardware, fixed_options) if few and nothing else None
     return Suggestions(job, fixed, memory_options, more, fewer, reached, max(limit, gpus))
 
 
