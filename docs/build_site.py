@@ -1,13 +1,15 @@
-"""Build the documentation site: `make docs`, or python docs/build_site.py [--serve | --flags].
+"""Build the documentation site: `make docs`, or python docs/build_site.py [--serve | --fill].
 
 Pages are staged in build/pages: those of docs/, the README as the landing page, every file that a page links to, and a
 reference generated from docstrings and from the flags of the command line. Zensical renders them into build/site, and
-fails for a link to a page or heading that does not exist. `--flags` only writes the tables of docs/reference/cli.md.
+fails for a link to a page or heading that does not exist. `--fill` only writes what pages repeat of the code: the flags
+in docs/reference/cli.md, and the lines of each trail in docs/read-the-code.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import html
 import importlib
@@ -47,10 +49,11 @@ FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help="show the site on localhost:8000 afterwards")
-    parser.add_argument("--flags", action="store_true", help="write the tables of docs/reference/cli.md, and no site")
+    parser.add_argument("--fill", action="store_true", help="write what pages repeat of the code, and no site")
     args = parser.parse_args()
-    if args.flags:
-        CLI.write_text(with_flags(CLI.read_text()))
+    if args.fill:
+        for page, filled in FILLED.items():
+            page.write_text(filled(page.read_text()))
         return
     stage()
     zensical = [sys.executable, "-m", "zensical"]
@@ -249,6 +252,40 @@ def with_flags(text: str) -> str:
     text = re.sub(r"<!-- flags: (\w+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL)
     assert not tables, f"docs/reference/cli.md has no place for {sorted(tables)}"
     return text
+
+
+def with_lines(text: str) -> str:
+    """Return docs/read-the-code.md with the number of files of each trail, and of lines of the functions it names.
+
+    Raises:
+        KeyError: a file has no such function or class.
+    """
+
+    def counted(match: re.Match[str]) -> str:
+        steps = re.findall(r"\(\.\./(src/longspan/[\w/]+\.py)\) \(([^)]*)\)", match[2])
+        lines = 0
+        for path, names in steps:
+            of_file = lines_of(ROOT / path)
+            lines += sum(of_file[name] for name in re.findall(r"`([\w.]+)`", names))
+        files = len({path for path, _ in steps})
+        return f"{match[1]} ({files} files, {round(lines, -1)} lines)\n{match[2]}"
+
+    trail = r"^(### \d+\. [^\n]*) \(\d+ files, \d+ lines\)\n(.*?)(?=^#|\Z)"
+    return re.sub(trail, counted, text, flags=re.MULTILINE | re.DOTALL)
+
+
+def lines_of(path: Path) -> dict[str, int]:
+    """Return the number of lines of each function, class and method of a file; a method is named `Class.method`."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}": each for each in node.body if isinstance(each, ast.FunctionDef)}
+    return {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in found.items()}
+
+
+FILLED = {CLI: with_flags, ROOT / "docs" / "read-the-code.md": with_lines}
 
 
 def config_of(module: str, config: str) -> type[Any]:

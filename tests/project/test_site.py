@@ -123,10 +123,10 @@ def _script(name: str) -> Any:
     return script
 
 
-def test_the_page_of_the_command_line_has_the_flags_of_the_code() -> None:
-    """Run `python docs/build_site.py --flags` after a change of a flag or its docstring."""
-    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
-    assert _script("build_site").with_flags(page) == page
+def test_pages_repeat_what_the_code_has() -> None:
+    """Run `python docs/build_site.py --fill` after a change of a flag, its docstring, or a function that a trail names."""
+    for page, filled in _script("build_site").FILLED.items():
+        assert filled(page.read_text()) == page.read_text(), page.name
 
 
 def test_drawn_pictures_are_those_of_the_script() -> None:
