@@ -124,7 +124,7 @@ def _script(name: str) -> Any:
 
 
 def test_pages_repeat_what_the_code_has() -> None:
-    """Run `python docs/build_site.py --fill` after a change of a flag, its docstring, or a function that a trail names."""
+    """Run `python docs/build_site.py --fill` after a change of a flag or of a function that a trail names."""
     for page, filled in _script("build_site").FILLED.items():
         assert filled(page.read_text()) == page.read_text(), page.name
 
