@@ -21,7 +21,7 @@ from longspan.comm.objects import gather_objects, raise_on_every_rank
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
-from longspan.hf.batch.shard import WIDTH, SequenceInfo, digest
+from longspan.hf.batch.shard import WIDTH, digest, has_labels
 
 FIRST, EVERY = 3, 100
 """The host waits for values on a GPU and compares them in the `FIRST` forwards, where most faults appear, and then in
@@ -50,14 +50,13 @@ class BatchCheck:
         batch: Mapping[str, Any],
         router: bool,
         problem: Exception | None,
-        sharing: SequenceSharding | None = None,
+        sharing: SequenceSharding,
     ) -> None:
         """Raise on every rank if any rank refuses its batch, by its `problem`, or if batches differ. Collective.
 
-        `batch` is full, or sharded by `shard_batch`; `router`: whether the router loss is requested; `sharing`: the
-        sharding of the ranks that share this rank's batch, by default a sequence group.
+        `batch` is whole; `router`: whether the router loss is requested; `sharing`: the sharding of the ranks that
+        share this rank's batch.
         """
-        sharing = sharing or self.sp
         weights = self.replicas.number(model)
         if self.left == 0 and problem is not None:
             raise problem
@@ -70,10 +69,11 @@ class BatchCheck:
         # What must be equal in a sequence group, except the values of tensors, and on all ranks.
         structure = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
         call_facts = _call_facts(model, batch, router)
-        if sharing is not self.sp:
-            structure[f"`{WIDTH}`"] = str(sharing.size)
-        width = 0 if batch.get(WIDTH) is not None else sharing.size  # 0: the one it asks for cannot be used
-        numbers = [problem is not None, _number(call_facts), _number(structure), content, weights, width]
+        asked = batch.get(WIDTH)
+        usable = asked is None or (type(asked) is int and asked == sharing.size)
+        width = sharing.size if usable else 0  # 0: nobody shares this batch
+        failed = 0 if problem is None else 2 if "longspan" in batch else 1
+        numbers = [failed, _number(call_facts), _number(structure), content, weights, width]
         rows = gather_numbers(numbers, self.group, torch.device("cpu"))
         self._raise_differences(rows, structure, call_facts, problem)
         held = self.sp.tensor_size  # ranks `tensor_size` apart hold the same weights
@@ -85,6 +85,8 @@ class BatchCheck:
     ) -> None:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
+        # First: parts of one batch differ.
+        raise_on_every_rank(problem, self.group, "refused its batch", [row[0] == 2 for row in rows])
         batches = [(row[5], row[2], row[3]) for row in rows]
         group = self._unequal_group(batches, tuple(row[5] for row in rows))
         if group is not None:
@@ -122,8 +124,6 @@ def _number(facts: Mapping[str, str]) -> int:
 def _format(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, SequenceInfo):  # shards differ, their source must not
-        return f"cut from {value!r}"
     if isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
@@ -132,7 +132,7 @@ def _format(value: Any) -> str:
 def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str, str]:
     """Return what must be equal on all ranks, also across replicas, as it decides their joint collectives."""
     facts = {
-        "a batch's labels": "given" if _has_labels(batch) else "missing",
+        "a batch's labels": "given" if has_labels(batch) else "missing",
         "num_items_in_batch": _format_number(batch.get("num_items_in_batch")),
         "the router loss": "asked for" if router else "not asked for",
         "the model's mode": "training" if model.training else "evaluation",
@@ -144,10 +144,6 @@ def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dic
     return facts
 
 
-def _has_labels(batch: Mapping[str, Any]) -> bool:
-    return batch.get("labels") is not None or batch.get("shift_labels") is not None
-
-
 def _format_number(items: Any) -> str:
     if items is None:
         return "missing"
@@ -156,7 +152,4 @@ def _format_number(items: Any) -> str:
 
 def _content(batch: Mapping[str, Any], wait: bool) -> int:
     """Return a digest of the values; 0 if they are on a GPU and the host must not wait."""
-    info = batch.get("longspan")
-    if isinstance(info, SequenceInfo):
-        return int(info.digest or 0) if wait or not isinstance(info.digest, Tensor) else 0
     return digest(batch) if wait or is_on_cpu(batch) else 0

@@ -49,6 +49,11 @@ class CachedInfo(SequenceInfo):
     keep: int  # last tokens whose logits every rank needs; 0: each rank needs those of its own tokens
 
     @property
+    def local_length(self) -> int:
+        """New tokens of each rank; all of them if they are not sharded."""
+        return self.sp.layout.local_length(self.step.new) if self.step.sharded else self.step.new
+
+    @property
     def new_segments(self) -> Segments | None:
         """Each row's real tokens among the new ones; None if all are real."""
         if self.segments is None:
