@@ -9,7 +9,6 @@ arrived.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +57,10 @@ class SequenceInfo:
         """Tokens of each rank in this forward."""
         return self.sp.layout.local_length(self.length)
 
+    def gather(self, x_BL: Tensor) -> Tensor:
+        """Return `[B, n, ...]` of all tokens, on every rank."""
+        return self.sp.gather(x_BL, dim=1, length=self.length)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out `sp`: a loader's worker sends the batch to its rank, and process groups cannot be sent."""
         return {name: value for name, value in vars(self).items() if name != "sp"}
@@ -85,19 +88,6 @@ def carry_info(kwargs: dict[str, Any], info: SequenceInfo | None) -> dict[str, A
     """
     info = kwargs.get("longspan", info)
     return kwargs if info is None or "attention_mask" not in kwargs else {**kwargs, "attention_mask": info}
-
-
-def digest(batch: Mapping[str, Any]) -> int:
-    """Return a checksum of a batch: names, shapes, dtypes and bytes of its tensors, and its plain values."""
-    crc = 0
-    for key, value in sorted(batch.items()):
-        if isinstance(value, Tensor):
-            x = value.detach().cpu().contiguous()
-            crc = zlib.crc32(f"{key} {tuple(x.shape)} {x.dtype}".encode(), crc)
-            crc = zlib.crc32(x.view(-1).view(torch.uint8).numpy().data, crc)
-        elif isinstance(value, bool | int | float | str):
-            crc = zlib.crc32(f"{key} {value!r}".encode(), crc)
-    return crc
 
 
 WIDTH = "sequence_width"
@@ -262,7 +252,6 @@ def fill_padding(
     cut: dict[str, Any],
     whole: Mapping[str, Any],
     info: SequenceInfo,
-    labels: Tensor | None,
     placeholders: tuple[int, ...],
     *,
     shift: bool,
@@ -271,7 +260,7 @@ def fill_padding(
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
     has an infinite derivative where an embedding is 0 (often that of the padding token). Padding that predicts a token
-    (the last one before a row begins) is computed as in one process: any row's, if there are no `labels` of my tokens.
+    (the last one before a row begins) is computed as in one process: any row's, if there are no `labels`.
     A placeholder is no filler: the language model would expect an embedding for the copy.
     """
     real_Bn = _in_rows(info)
@@ -283,6 +272,7 @@ def fill_padding(
         if not fillers_Bn.any():
             return info
     b, i = divmod(int(fillers_Bn.flatten().int().argmax()), info.length)
+    labels = cut.get("labels")
     real_BL = _part(_in_rows(info, before=int(shift and labels is None)).to(tokens.device), info.sp)
     if labels is not None:
         real_BL = real_BL | (labels != IGNORE)

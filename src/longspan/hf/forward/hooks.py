@@ -158,6 +158,7 @@ class ForwardHooks:
             raise
         for stage in stages:
             stage.before(call)
+        call.whole = {}  # free it during the forward
         return (), {**call.inputs, "longspan": call.info}
 
     @not_compiled

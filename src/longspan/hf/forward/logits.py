@@ -16,11 +16,9 @@ from transformers.utils import ModelOutput
 
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.comm.shard import gather
 from longspan.compat.transformers_api import reads
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.losses.deferred_logits import DeferredLogits, Head
 
@@ -109,11 +107,6 @@ def _selected(keep: int | Tensor, n: int) -> Sequence[int]:
     if outside is not None:
         raise LongspanError(f"`logits_to_keep` holds {outside}, the sequence has {n} tokens: {-n} to {n - 1}")
     return [i % n for i in positions]
-
-
-def gather_tokens(x_BL: Tensor, info: SequenceInfo) -> Tensor:
-    """Return `[B, n, ...]` of all tokens, on every rank."""
-    return gather(x_BL, info.sp, 1, info.length)
 
 
 class SelectedTokens:

@@ -16,7 +16,6 @@ from transformers.utils import ModelOutput
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
 from longspan.hf.batch.shard import check_batch, has_labels
-from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.state import state_of
 from longspan.losses.cross_entropy import IGNORE
@@ -95,7 +94,7 @@ def _scores(
 
 def _gathered(call: ForwardCall, x_BL: Tensor) -> Tensor:
     """Return `[B, n]` of all tokens, in the rows that the caller gave."""
-    whole = gather_tokens(x_BL, call.info)
+    whole = call.info.gather(x_BL)
     return whole if call.packed is None else call.packed.unpack(whole)
 
 
@@ -106,7 +105,7 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
     Attributes:
         loss: minus the mean of `log_probs` over this replica's labelled tokens.
         log_probs: log p(next token).
-        entropy: of the prediction, in nats; has a gradient if `ForwardOptions.entropy_grad`.
+        entropy: of the prediction, in nats; has a gradient with `entropy_grad`.
         is_top1, mean_logits, log_sum_sq_probs: see `longspan.losses.logprobs.EXTRAS`; no gradient.
         label_mask: whether the next token is labelled.
         aux_loss: a mixture of experts' load-balancing loss, if requested.
@@ -144,17 +143,29 @@ class ScoredLabels(Stage):
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert self.labels is not None
-        return (call.options.score or _score_for_trl)(call, output["logits"], self.labels)
+        return (call.options.score or score_for_trl)(call, output["logits"], self.labels)
 
 
-def _score_for_trl(call: ForwardCall, logits: Any, labels: Tensor) -> ScoredOutput:
-    options = call.options
-    extras = tuple(name for name in EXTRAS if not (options.entropy_grad and name == "entropy"))
-    names = ("log_probs", *(["entropy"] if options.entropy_grad else []), *extras, "label_mask")
-    if options.uniform_gradient and torch.is_grad_enabled() and isinstance(logits, DeferredLogits):
+def score_for_trl(
+    call: ForwardCall,
+    logits: Any,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    uniform_gradient: bool = False,
+) -> ScoredOutput:
+    """Return what TRL's fused head returns, for the rows of this replica.
+
+    `temperature` divides the logits; with `entropy_grad` entropies have a gradient; with `uniform_gradient` the loss is
+    a multiple of the sum of log-probabilities.
+    """
+    extras = tuple(name for name in EXTRAS if not (entropy_grad and name == "entropy"))
+    names = ("log_probs", *(["entropy"] if entropy_grad else []), *extras, "label_mask")
+    if uniform_gradient and torch.is_grad_enabled() and isinstance(logits, DeferredLogits):
         names, scored = ("log_probs", "entropy", "is_top1", "label_mask"), uniform_logprobs(logits, labels)
     else:
-        scored = _scores(call, logits, labels, options.temperature, options.entropy_grad, extras)
+        scored = _scores(call, logits, labels, temperature, entropy_grad, extras)
     call.note_token_losses(-scored[0], labels)
     # Copied: FSDP's hook on an output that is a view would be lost with an operation in place.
     mine = (*scored, (labels != IGNORE).to(scored[0].dtype))

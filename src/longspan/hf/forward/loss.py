@@ -29,7 +29,6 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.hf.batch.shard import SequenceInfo, real_tokens
-from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import HELP, no_router_loss
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
@@ -327,7 +326,7 @@ class PooledHead(HeldBackLabels):
                 f"{self.name} calls its head with {tuple(args[0].shape)}, not every token: it pools hidden states; "
                 f"{HELP}"
             )
-        return gather_tokens(output, self.info)
+        return self.info.gather(output)
 
 
 class RouterLoss(Stage):

@@ -72,9 +72,7 @@ class ShardBatch(Stage):
         call.inputs = inputs = cut_batch(call.whole, call.info)
         if torch.is_grad_enabled():
             shift = not call.traits.labels_per_token
-            call.info = fill_padding(
-                inputs, call.whole, call.info, inputs.get("labels"), call.traits.placeholders, shift=shift
-            )
+            call.info = fill_padding(inputs, call.whole, call.info, call.traits.placeholders, shift=shift)
         tokens = tokens_of(inputs)
         # A mask of ones: transformers then does not look for packed documents in these positions. Padding and
         # documents are in `call.info`.

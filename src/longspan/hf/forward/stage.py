@@ -88,11 +88,8 @@ class ForwardOptions:
     compute_logits: bool = False  # in training with labels too
     loss_only: bool = False  # compute no logits in evaluation either, if there are labels
     rows: int | None = None  # of a classifier's batch that count in its loss; None for all
-    # Returns the output of `fused_lm_head=True`, from logits and labels of my tokens; None: what TRL's head returns.
+    # Returns the output of `fused_lm_head=True`, from logits and labels of my tokens; None: `score_for_trl`.
     score: Callable[[ForwardCall, Any, Tensor], Any] | None = None
-    temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
-    entropy_grad: bool = False  # its entropies have a gradient
-    uniform_gradient: bool = False  # the loss is a multiple of the sum of log-probabilities
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
     replicas: int = 1  # a caller multiplies a loss with `num_items_in_batch` by this, so it is divided by it
     noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
