@@ -52,10 +52,22 @@ class SequenceInfo:
     # Attention plans and tables of fragments, by kind of layer.
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
+    sharded = True  # with a cache, every rank may compute all of a few new tokens
+
+    @property
+    def new(self) -> int:
+        """Tokens of this forward: with a cache, those behind the cached ones."""
+        return self.length
+
+    @property
+    def new_segments(self) -> Segments | None:
+        """`segments` of the tokens of this forward."""
+        return self.segments
+
     @property
     def local_length(self) -> int:
         """Tokens of each rank in this forward."""
-        return self.sp.layout.local_length(self.length)
+        return self.sp.layout.local_length(self.new) if self.sharded else self.new
 
     def gather(self, x_BL: Tensor) -> Tensor:
         """Return `[B, n, ...]` of all tokens, on every rank."""

@@ -49,9 +49,12 @@ class CachedInfo(SequenceInfo):
     keep: int  # last tokens whose logits every rank needs; 0: each rank needs those of its own tokens
 
     @property
-    def local_length(self) -> int:
-        """New tokens of each rank; all of them if they are not sharded."""
-        return self.sp.layout.local_length(self.step.new) if self.step.sharded else self.step.new
+    def sharded(self) -> bool:  # type: ignore[override]
+        return self.step.sharded
+
+    @property
+    def new(self) -> int:
+        return self.step.new
 
     @property
     def new_segments(self) -> Segments | None:

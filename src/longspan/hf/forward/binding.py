@@ -39,8 +39,7 @@ class AttentionLayers(Stage):
     """
 
     def __init__(self, model: PreTrainedModel, kernel: AnyKernel, memory: Memory = FASTEST) -> None:
-        self.name, self.layers, self.max_position = type(model).__name__, list[LayerBinding](), 0
-        self.counts_tokens = False
+        self.layers, self.counts_tokens, self.max_position = list[LayerBinding](), False, 0
         self.ropes_of_length, self.alone = set[tuple[str, int]](), list[tuple[int, Tensor]]()
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
@@ -62,7 +61,7 @@ class AttentionLayers(Stage):
             if getattr(layer, "attn_temperature_tuning", False):
                 self.counts_tokens = True
                 layer.register_forward_pre_hook(_count_global_positions, with_kwargs=True)
-                layer.register_forward_hook(_check_counted(path), with_kwargs=True)
+                layer.register_forward_hook(_check_counted, with_kwargs=True)
         for module in model.modules():
             found = ropes_of_length(module)
             if found:
@@ -73,30 +72,30 @@ class AttentionLayers(Stage):
         """Raise for documents and trees that the layers would refuse, on the ranks that have them."""
         if call.cache is not None:
             return
-        info = call.info
+        info, name = call.info, call.traits.name
         rows = info.nodes or (info.segments if info.elastic else None) or ()
         if self.counts_tokens and len(set(rows)) > 1:
             raise LongspanError(
-                f"{self.name} scales the tokens of all rows by one list of positions, and the documents or trees of "
+                f"{name} scales the tokens of all rows by one list of positions, and the documents or trees of "
                 f"these rows differ; give one row (longspan.pack_tree makes one)"
             )
         if info.nodes is not None:
             if not all(layer.causal for layer in self.layers):
-                raise LongspanError(f"the layers of {self.name} attend in both directions, and a tree (`tin` and "
+                raise LongspanError(f"the layers of {name} attend in both directions, and a tree (`tin` and "
                                     f"`tout`) has paths; give it each sequence by itself")  # fmt: skip
-            self._check_lengths(info.nodes)
+            self._check_lengths(name, info.nodes)
         if info.nodes or info.segments or info.visible or info.bidirectional:
             for layer in {layer.causal: layer for layer in reversed(self.layers)}.values():
                 layer.check_mask(info)
 
-    def _check_lengths(self, trees: Trees) -> None:
+    def _check_lengths(self, name: str, trees: Trees) -> None:
         """Raise for paths that would get different frequencies: they share their prefixes."""
         for kind, original in self.ropes_of_length:
             lengths = sorted(n for row in trees for n in path_lengths(row))
             low, high = lengths[0], lengths[-1]
             if high > original and (low != high if kind == "dynamic" else low <= original):
                 raise LongspanError(
-                    f"the paths of this tree have {low} to {high} tokens, and {self.name} ({kind} RoPE) gives "
+                    f"the paths of this tree have {low} to {high} tokens, and {name} ({kind} RoPE) gives "
                     f"sequences beyond its {original} original positions other frequencies, so they share no prefix; "
                     f"pack long sequences in trees of their own, or leave out shared_prefixes"
                 )
@@ -114,8 +113,8 @@ class AttentionLayers(Stage):
         bypassed = [layer.name for layer in self.layers if layer.choice is None]
         if bypassed:
             raise LongspanError(
-                f"layer {bypassed[0]} of {self.name} ({len(bypassed)} of {len(self.layers)} layers) did not call its "
-                f"attention through transformers' registry; it cannot be sharded in this version",
+                f"layer {bypassed[0]} of {call.traits.name} ({len(bypassed)} of {len(self.layers)} layers) did not "
+                f"call its attention through transformers' registry; it cannot be sharded in this version",
                 code="LS201",
             )
         return output
@@ -206,16 +205,13 @@ def _count_global_positions(layer: nn.Module, args: Any, kwargs: dict[str, Any])
     return args, kwargs if positions is None else {**kwargs, "cache": _TokensBefore(positions)}
 
 
-def _check_counted(name: str) -> Callable[..., None]:
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tokens = kwargs.get("cache")
-        if isinstance(tokens, _TokensBefore) and not tokens.called:
-            raise LongspanError(
-                f"layer {name} did not use its cache, so it would count this rank's tokens instead of the "
-                f"whole sequence's; {HELP}"
-            )
-
-    return hook
+def _check_counted(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    tokens = kwargs.get("cache")
+    if isinstance(tokens, _TokensBefore) and not tokens.called:
+        raise LongspanError(
+            f"layer {layer.longspan_layer.name} did not use its cache, so it would count this rank's tokens instead of "
+            f"the whole sequence's; {HELP}"
+        )
 
 
 def check_positions(limit: int | None, max_position: int) -> None:

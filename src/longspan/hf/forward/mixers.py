@@ -45,7 +45,6 @@ class MixerLayers(Stage):
     """The recurrent layers and short convolutions of a model; raise if one was bypassed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.name = type(model).__name__
         self.info: SequenceInfo | None = None  # for models that do not pass on keyword arguments (Mamba)
         self.layers = [MixerBinding(path, module) for path, module in mixer_layers(model).items()]
 
@@ -59,12 +58,12 @@ class MixerLayers(Stage):
     def check(self, call: ForwardCall) -> None:
         if self.layers and call.cache is None and call.info.nodes is not None:
             raise LongspanError(
-                f"the recurrent layers of {self.name} ({self.layers[0].name}, ...) read tokens one after the other, "
-                f"and a tree (`tin` and `tout`) has several tokens after one; give each sequence by itself"
+                f"the recurrent layers of {call.traits.name} ({self.layers[0].name}, ...) read tokens one after the "
+                f"other, and a tree (`tin` and `tout`) has several tokens after one; give each sequence by itself"
             )
         if self.layers and call.info.visible is not None:
             raise LongspanError(
-                f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "
+                f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {call.traits.name} "
                 f"({self.layers[0].name}, ...) would read those tokens; move padding to the ends of the rows"
             )
 
@@ -75,8 +74,8 @@ class MixerLayers(Stage):
         bypassed = [layer for layer in self.layers if layer.missing]
         if bypassed:
             raise LongspanError(
-                f"layer {bypassed[0].name} of {self.name} ({len(bypassed)} of {len(self.layers)} layers) did not call "
-                f"{', '.join(sorted(bypassed[0].missing))}; {HELP}"
+                f"layer {bypassed[0].name} of {call.traits.name} ({len(bypassed)} of {len(self.layers)} layers) did "
+                f"not call {', '.join(sorted(bypassed[0].missing))}; {HELP}"
             )
         return output
 
@@ -138,15 +137,10 @@ class MixerBinding:
         return self.wanted - self.calls.keys()
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the tokens of the call in progress are sharded; every rank computes a few new tokens."""
-        return not isinstance(self.info, CachedInfo) or self.info.step.sharded
-
-    @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that share the tokens of the call in progress; None for one."""
         assert self.info is not None
-        return self.info.sp.group if self.info.sp.size > 1 and self.is_sharded else None
+        return self.info.sp.group if self.info.sp.size > 1 and self.info.sharded else None
 
     def table(self, batch: int) -> FragmentTable:
         """Return my fragments of the batch, made once per batch: thousands of documents are not hashed per layer."""
@@ -154,11 +148,8 @@ class MixerBinding:
         assert info is not None
         key = "fragments", batch
         if key not in info.prepared:
-            length, segments = info.length, info.segments
-            if isinstance(info, CachedInfo):
-                length, segments = info.step.new, info.new_segments
-            layout, rank = (info.sp.layout, info.sp.rank) if self.is_sharded else (Layout(), 0)
-            info.prepared[key] = fragment_table(layout, rank, length, batch, segments)
+            layout, rank = (info.sp.layout, info.sp.rank) if info.sharded else (Layout(), 0)
+            info.prepared[key] = fragment_table(layout, rank, info.new, batch, info.new_segments)
         table: FragmentTable = info.prepared[key]
         return table
 

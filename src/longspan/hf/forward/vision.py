@@ -161,7 +161,7 @@ class VisionTower(Stage):
     def encode(self, call: ForwardCall) -> None:
         """Run the tower. Collective."""
         info = call.info
-        whole = isinstance(info, CachedInfo) and not info.step.sharded  # every rank has all new tokens
+        whole = not info.sharded
         outputs = {}
         for encoder in self._encoders(call):
             pictures = self.found.get(encoder)
