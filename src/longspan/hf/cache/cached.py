@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from longspan.attn.segments import Segments, padding_segments
 from longspan.comm.consistency import is_on_cpu
-from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
@@ -37,8 +36,8 @@ class CachedTokens(Stage):
     optionally their `position_ids` and an `attention_mask` [B, all tokens].
     """
 
-    def __init__(self, sp: SequenceSharding, tensor: TensorParallel | None) -> None:
-        self.sp, self.tensor = sp, tensor
+    def __init__(self, tensor: TensorParallel | None) -> None:
+        self.tensor = tensor
         self.known: KnownTokens | None = None  # with the new tokens
         self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
         self.position_range: tuple[int | None, ...] = ()  # of the config, read for the first tokens of a cache: slow
@@ -68,7 +67,7 @@ class CachedTokens(Stage):
         if not past or not self.position_range:
             self.position_range = (position_range(call.model.config),)
         check_positions(self.position_range[0], largest)
-        call.info = SequenceInfo(self.sp, rows, past + new, segments, largest, visible=visible, bidirectional=images)
+        call.info = SequenceInfo(call.sp, rows, past + new, segments, largest, visible=visible, bidirectional=images)
 
     def _read(self, call: ForwardCall, past: int, new: int) -> tuple[Segments | None, VisibleKeys | None, int]:
         """Return padding, visible keys and the largest position; read from the batch, this waits for a GPU."""
@@ -102,7 +101,7 @@ class CachedTokens(Stage):
 
     def before(self, call: ForwardCall) -> None:
         assert call.cache is not None
-        batch, cache, sp = call.batch, call.cache, self.sp
+        batch, cache = call.batch, call.cache
         step = cache.begin(tokens_of(batch).shape[1], self._row_starts(call))
         cache.known = self.known
         keep = batch.get("logits_to_keep") or 0
@@ -114,7 +113,7 @@ class CachedTokens(Stage):
         call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position", WIDTH)}
         dims = {"position_ids": -1}  # they may have axes
         call.inputs |= {
-            key: shard(x, sp, dims.get(key, 1)) if step.sharded else x for key, x in parts.items() if x is not None
+            key: shard(x, call.sp, dims.get(key, 1)) if step.sharded else x for key, x in parts.items() if x is not None
         }
         call.inputs |= {"attention_mask": None, "cache": cache, "use_cache": not call.traits.own_cache}
 
@@ -138,31 +137,28 @@ class CachedTokens(Stage):
         info = self.info
         if info is None or not info.keep:
             return output
-        if self.tensor is not None:
-            hidden = self.tensor.last_tokens(output[0], info)
-        else:
-            hidden = last_tokens(output[0], info, self.sp)
+        hidden = (last_tokens if self.tensor is None else self.tensor.last_tokens)(output[0], info)
         if isinstance(output, tuple):
             return hidden, *output[1:]
         output["last_hidden_state"] = hidden
         return output
 
 
-def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
+def last_tokens(hidden: Tensor, info: CachedInfo) -> Tensor:
     """Return the hidden states of the last `info.keep` new tokens, `[B, keep, D]`, on every rank of the group.
 
     `hidden` are those of my new tokens `[B, L, D]` if they are sharded, else of all.
     """
-    step = info.step
-    if not step.sharded:
+    sp, new = info.sp, info.new
+    if not info.sharded:
         return hidden[:, -info.keep :]
     if info.keep == 1:  # one rank's token, sent once
-        owner, at = sp.layout.locate_token(step.new, step.new - 1)
+        owner, at = sp.layout.locate_token(new, new - 1)
         last = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
         assert sp.group is not None
         dist.broadcast(last, group=sp.group, group_src=owner)
         return last
-    return SelectedTokens(range(max(0, step.new - info.keep), step.new), step.new, sp).gather(hidden)
+    return SelectedTokens(range(max(0, new - info.keep), new), new, sp).gather(hidden)
 
 
 def _image_spans(batch: Mapping[str, Any], key: str | None, past: int, new: int) -> Segments | None:

@@ -60,7 +60,7 @@ class ForwardHooks:
         self.gradients = state.gradients
         self.vision = VisionTower(model, state) if traits.encoders else None
         self.encode = None if self.vision is None else EncodePictures(self.vision)
-        self.shard, self.cached = ShardBatch(tensor, batches), CachedTokens(sp, tensor)
+        self.shard, self.cached = ShardBatch(tensor, batches), CachedTokens(tensor)
         self.memory = state.memory
         self.defer, self.select, self.scored = DeferLogits(head), SelectLogits(head), ScoredLabels()
         pooled = PooledHead(model, traits.name, self.losses) if traits.labels_per_row else None

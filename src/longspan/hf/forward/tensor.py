@@ -210,8 +210,8 @@ class TensorParallel(Stage):
     def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
         """As `longspan.hf.cache.cached.last_tokens`, for hidden states of the residual stream."""
         if self.style == "tp":
-            return last_tokens(hidden, info, self.sp)
-        last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
+            return last_tokens(hidden, info)
+        last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info)
         self.tokens = last.shape[1]  # for the head
         return self.group.my_tokens(last)
 
