@@ -176,7 +176,7 @@ class Method:
             sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
             memory: Any = MEMORY_OPTIONS[option] if option else "fastest"
             self.model = longspan.parallelize(self.model, sp, fsdp=False, memory=memory)
-            mine = longspan.shard_batch(batch, sp)
+            mine = batch
         elif name == FLOOR:
             mine = {key: x[:, : tokens // dist.get_world_size()].contiguous() for key, x in batch.items()}
         else:

@@ -295,7 +295,7 @@ def measure_layer(layer: str, n: int, repeats: int) -> dict[str, Any]:
     plain, own = one_layer(layer), one_layer(layer)
     torch.manual_seed(1)
     ids = torch.randint(0, SIZES["vocab_size"], (1, n))
-    batch, part = longspan.shard_batch({"input_ids": ids, "labels": ids}, sp), sp.shard(ids).clone()
+    batch, part = {"input_ids": ids, "labels": ids}, sp.shard(ids).clone()
     runs: dict[str, Callable[[], object]] = {
         SHARDED: lambda: train_step(sharded, **batch),
         ONE: lambda: dist.get_rank() == 0 and train_step(plain, input_ids=ids, labels=ids),
@@ -371,7 +371,7 @@ class MambaStep:
         if self.summed:
             sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
             self.model = longspan.parallelize(self.model, sp, fsdp=False, memory="fastest")
-            self.batch: Any = longspan.shard_batch(batch, sp)
+            self.batch: Any = batch
         else:
             ringmaster: Any = importlib.import_module("ringmaster")
             group = dist.new_group(list(range(dist.get_world_size())))

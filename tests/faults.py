@@ -129,7 +129,7 @@ FAULTS = (
     Fault("gradients_of_embeddings_not_sent_back", "comm/collectives.py",
           "_OPERATORS.all_to_all_rows(grad", "0 * _OPERATORS.all_to_all_rows(grad",
           "tests/verify/test_pictures.py -k 'passes and Qwen3VL'"),
-    Fault("positions_of_pictures_count_tokens", "hf/forward/shard_batch.py", "positions = self.traits.positions(batch)",
+    Fault("positions_of_pictures_count_tokens", "hf/forward/shard_batch.py", "positions = traits.positions(call.batch)",
           "positions = None", "tests/verify/test_pictures.py -k 'passes and Qwen3VL'"),
     # mixers
     Fault("rank_starts_from_a_zero_state", "mixers/state_passing.py", "before.append(_where(enters[run], state))",
@@ -285,7 +285,7 @@ FAULTS = (
     Fault("ranks_of_a_sequence_draw_alike", "hf/forward/random.py", "self.sp.rank.to_bytes(4)", "bytes(4)",
           "tests/trainers/test_trainer.py -k draw_numbers"),
     Fault("neftune_scaled_by_my_tokens", "hf/forward/random.py",
-          "alpha * (call.tokens.shape[1] / (self.options.noise_tokens or whole)) ** 0.5", "alpha",
+          "alpha * (call.info.local_length / (call.options.noise_tokens or whole)) ** 0.5", "alpha",
           "tests/trainers/test_trainer.py -k draw_numbers"),
     # verify, train, tracing, scoring
     Fault("verify_accepts_ten_times_the_limit", "verify/judge.py", "self.sharded[rank] <= self.limit[rank]",

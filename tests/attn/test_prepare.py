@@ -142,21 +142,6 @@ def test_a_plan_made_before_a_bias_was_learnt_refuses_it() -> None:
     assert learnt.grad is not None and learnt.grad.any()
 
 
-def test_two_models_share_a_sharded_batch() -> None:
-    sp = one_device()
-    seen: list[int] = []
-
-    @longspan.kernel_with_lse
-    def noted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, bias: Tensor | None) -> Any:
-        seen.append(q.shape[1])
-        return plain_tile.function(q, k, v, causal=causal, scale=scale, bias=bias)
-
-    first, second = (longspan.parallelize(build("Llama"), sp, kernel=kernel) for kernel in ("auto", noted))
-    cut = longspan.shard_batch(batch(), sp)
-    losses = [float(model(**cut).loss.detach()) for model in (first, second)]
-    assert len(seen) >= 2 and abs(losses[0] / losses[1] - 1) < 1e-6
-
-
 @pytest.mark.parametrize("kernel", ["tiled", "eager"])
 def test_autocast_does_not_change_fp32_sums(kernel: str) -> None:
     sp, (q, k, v) = one_device(), _tensors()

@@ -39,10 +39,9 @@ class Try:
     data: int
     ring: int
     fsdp: bool
-    sharded: bool
 
     def __str__(self) -> str:
-        how = f"data={self.data} ring={self.ring} fsdp={self.fsdp} sharded={self.sharded}"
+        how = f"data={self.data} ring={self.ring} fsdp={self.fsdp}"
         return f"seed {self.seed}: {self.fault} on rank {self.rank} at step {self.step}, {how}"
 
 
@@ -131,9 +130,7 @@ def draw(seed: int, ranks: int) -> Try:
     r = random.Random(seed)
     data = r.choice([d for d in (1, 2) if ranks % d == 0])
     ring = r.choice([x for x in (1, 2, 4) if ranks // data % x == 0])
-    one = Try(
-        seed, r.choice(FAULTS), r.randrange(ranks), r.randrange(STEPS), data, ring, r.random() < 0.5, r.random() < 0.5
-    )
+    one = Try(seed, r.choice(FAULTS), r.randrange(ranks), r.randrange(STEPS), data, ring, r.random() < 0.5)
     if one.fault in BATCH and data == ranks:  # replicas of one rank may read any batch
         return replace(one, data=1)
     if one.fault == "an early optimizer":  # a fault under FSDP only
@@ -176,17 +173,10 @@ def _play(one: Try) -> None:
             model = _spoil(model, one.fault)
         with contextlib.ExitStack() as stack:
             _mode(model, one.fault if now else "", stack)
-            loss = model(**_shard(whole, sp) if one.sharded else whole).loss
+            loss = model(**whole).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _shard(whole: Arguments, sp: longspan.SequenceSharding) -> Arguments:
-    try:
-        return longspan.shard_batch(whole, sp)
-    except LongspanError:
-        return whole  # refused on this rank alone, before the model; pass the full batch
 
 
 def _model(one: Try, mine: bool, r: random.Random) -> tuple[Any, Arguments]:

@@ -55,16 +55,13 @@ def one_process(model: Any, samples: Samples, first: int = 1) -> Run:
     return Run(total, torch.zeros(1), gradients(model), None)
 
 
-def run_step(
-    model: Any, sp: longspan.SequenceSharding, samples: Samples, room: int, cut: bool
-) -> tuple[float, ElasticStep]:
-    """Run forward and backward of all samples in one step; cut the batches beforehand, or let the model do it."""
+def run_step(model: Any, sp: longspan.SequenceSharding, samples: Samples, room: int) -> tuple[float, ElasticStep]:
+    """Run forward and backward of all samples in one step."""
     loader = longspan.elastic_batches(samples, sp, model, tokens_per_step=10**6, tokens_per_rank=room)
     (step,) = loader
     total = 0.0
     for batch in step:
-        shift = "Masked" not in type(model).__name__
-        loss = model(**(longspan.shard_batch(batch, sp, shift=shift) if cut else batch)).loss
+        loss = model(**batch).loss
         loss.backward()
         total += float(loss.detach())
     return total, step
@@ -81,12 +78,12 @@ LONG = {"max_position_embeddings": 4096}
 def _equals_one_process(
     truths: list[Any], family: str, cases: list[Case], mesh: dict[str, int], options: dict[str, Any]
 ) -> list[list[list[Group]]]:
-    cut, config = options.pop("cut", False), options.pop("config", LONG)
+    config = options.pop("config", LONG)
     sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
     model = longspan.parallelize(build(family, **config), sp, **options)
     found = []
     for truth, (lengths, room) in zip(truths, cases, strict=True):
-        loss, step = run_step(model, sp, samples_of(lengths), room, cut)
+        loss, step = run_step(model, sp, samples_of(lengths), room)
         check_loss(loss, truth)
         check_gradients(gradients(model), truth)
         model.zero_grad()
@@ -119,7 +116,7 @@ FULL_RANGE: Case = ((3000, 1400, 1300, 700, 30, 700, 55, 210, 120, 90, 500, 450,
 
 @pytest.mark.parametrize("mesh", [{"ulysses": 4}, {"ring": 4}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "data": 2}])
 def test_equals_one_process(pool4: RankPool, mesh: dict[str, int]) -> None:
-    (rounds,) = _check(pool4, "Llama", mesh, SHORT, fsdp=mesh != {"ring": 4}, cut=mesh == {"ulysses": 4})
+    (rounds,) = _check(pool4, "Llama", mesh, SHORT, fsdp=mesh != {"ring": 4})
     assert len(widths(rounds)) > 1
 
 
@@ -194,7 +191,7 @@ ROUTED = (38, 40, 36)
 def _routed(room: int, truth: Any, fsdp: bool) -> list[list[Group]]:
     sp = sharding(data=2)
     model = longspan.parallelize(build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.3), sp, fsdp=fsdp)
-    loss, step = run_step(model, sp, samples_of(ROUTED), room, False)
+    loss, step = run_step(model, sp, samples_of(ROUTED), room)
     if truth is not None:
         check_loss(loss, truth)
         check_gradients(gradients(model), truth)
@@ -285,9 +282,7 @@ def test_log_probabilities_of_each_group() -> None:
     mine = {"input_ids": both[sp.rank, None], "sequence_width": 1}
     with torch.no_grad():
         expected = longspan.token_logprobs(model, {"input_ids": both}, gather=True)[sp.rank, None]
-        cut = longspan.shard_batch({**mine, "labels": mine["input_ids"]}, sp)
-        for batch in (mine, cut):
-            torch.testing.assert_close(longspan.token_logprobs(model, batch, gather=True), expected)
+        torch.testing.assert_close(longspan.token_logprobs(model, mine, gather=True), expected)
 
 
 # --- what is refused, equally on every rank

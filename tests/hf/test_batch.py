@@ -99,27 +99,18 @@ def test_positions_of_pictures_with_a_fourth_axis() -> None:
 def test_labels_of_a_masked_lm_are_not_shifted() -> None:
     labels = torch.arange(7)[None]
     cut = shard_batch({"input_ids": _tokens(), "labels": labels}, ONE_DEVICE, shift=False)
-    assert torch.equal(cut["labels"], labels) and not cut["longspan"].shifted
+    assert torch.equal(cut["labels"], labels)
     shifted = shard_batch({"input_ids": _tokens(), "labels": labels}, ONE_DEVICE)
-    assert shifted["labels"].tolist() == [[1, 2, 3, 4, 5, 6, IGNORE]] and shifted["longspan"].shifted
+    assert shifted["labels"].tolist() == [[1, 2, 3, 4, 5, 6, IGNORE]]
 
 
 def _sharded() -> tuple[dict[str, Any], list[Tensor]]:
-    sp, cpu = sharding(), torch.device("cpu")
+    sp = sharding()
     types = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     batch = {"input_ids": _tokens(), "token_type_ids": types, "document_ids": IDS, "max_length_q": None}
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
     infos = [shard_batch({"input_ids": _tokens(2, 5), "attention_mask": m}, sp)["longspan"] for m in (mask, None)]
-    return shard_batch(batch, sp), [real_tokens(info, sp, 2, cpu) for info in infos]
-
-
-def test_what_replaces_padding_does_not_keep_the_sequence_alive() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh())
-    ids = torch.arange(20).view(2, 10)
-    batch = {"input_ids": ids, "attention_mask": (ids % 10 < 8).long(), "position_ids": ids % 10}
-    fillers = longspan.shard_batch(batch, sp)["longspan"].filler
-    assert fillers.keys() == {"input_ids", "position_ids"}
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in fillers.values())
+    return shard_batch(batch, sp), [real_tokens(info) for info in infos]
 
 
 def test_token_types_and_real_tokens_are_sharded(pool2: RankPool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,47 +15,44 @@ import longspan
 from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import compare
-from longspan.hf.batch.shard import device_digest
 from tests.models import batch, build, rows_of, sharding
-from tests.pool import RankError, RankPool
+from tests.pool import RankError, RankPool, on_ranks
 
 STEPS = 5  # the batches differ after so many forwards: more than are compared thoroughly
 
 
 VALUES = "(same shapes, other values)"
-# Changes of a batch, with texts in the errors of full batches and of sharded ones.
-FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str, str]] = {
-    "values": (lambda b: {**b, "input_ids": b["input_ids"].roll(1, 0)}, VALUES, VALUES),
-    "labels": (lambda b: {"input_ids": b["input_ids"]}, "`labels` is missing on rank 3, int64 [2, 21] on rank 2",
-               "`labels` is missing on rank 3"),
+# Changes of a batch, with texts in the errors.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "values": (lambda b: {**b, "input_ids": b["input_ids"].roll(1, 0)}, VALUES),
+    "labels": (lambda b: {"input_ids": b["input_ids"]}, "`labels` is missing on rank 3, int64 [2, 21] on rank 2"),
     "length": (lambda b: {key: x[:, :-1] for key, x in b.items()},
-               "`input_ids` is int64 [2, 20] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [2, 10] on "),
+               "`input_ids` is int64 [2, 20] on rank 3, int64 [2, 21] on rank 2"),
     "rows": (lambda b: {key: x[:-1] for key, x in b.items()},
-             "`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [1, "),
+             "`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2"),
     "dtype": (lambda b: {**b, "input_ids": b["input_ids"].int()},
-              "`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int32 [2, "),
+              "`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2"),
     "mask": (lambda b: {**b, "attention_mask": torch.ones_like(b["input_ids"])},
-             "`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "same shapes, other values"),
+             "`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2"),
     "documents": (lambda b: {**b, "document_ids": (torch.arange(21) > 4).long().expand(len(b["input_ids"]), -1)},
-                  "`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
-    "items": (lambda b: {**b, "num_items_in_batch": 7}, "`num_items_in_batch` is 7 on rank 3, missing on rank 2",
-              "`num_items_in_batch` is 7 on rank 3, missing on rank 2"),
-    "bad": (lambda b: {**b, "labels": torch.full_like(b["input_ids"], 61)}, VALUES, VALUES),
-    "type": (lambda b: {**b, "position_ids": "none"}, "`position_ids` is 'none' on rank 3, missing on rank 2", ""),
+                  "`document_ids` is int64 [2, 21] on rank 3, missing on rank 2"),
+    "items": (lambda b: {**b, "num_items_in_batch": 7}, "`num_items_in_batch` is 7 on rank 3, missing on rank 2"),
+    "bad": (lambda b: {**b, "labels": torch.full_like(b["input_ids"], 61)}, VALUES),
+    "type": (lambda b: {**b, "position_ids": "none"}, "`position_ids` is 'none' on rank 3, missing on rank 2"),
 }  # fmt: skip
 
 
-def _one_rank_differs(faults: list[str], fsdp: bool, ring: int, cut: bool) -> list[str]:
+def _one_rank_differs(fsdp: bool, ring: int) -> list[str]:
     """Data 2 x sequence 2: rank 3 alone, of the second replica, gets another batch in the sixth forward."""
     sp = sharding(data=2, ring=ring)
     model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
     messages = []
 
     def forward(whole: dict[str, Any]) -> None:
-        model(**(longspan.shard_batch(whole, sp) if cut else whole)).loss.backward()
+        model(**whole).loss.backward()
 
-    for fault in faults:
-        for step in range(STEPS if fault == faults[0] else 1):
+    for fault in FAULTS:
+        for step in range(1 if messages else STEPS):
             forward(rows_of(batch(seed=step), sp.data_rank, 2))
         mine = rows_of(batch(), sp.data_rank, 2)
         with pytest.raises(LongspanError) as error:
@@ -65,14 +61,27 @@ def _one_rank_differs(faults: list[str], fsdp: bool, ring: int, cut: bool) -> li
     return messages
 
 
-@pytest.mark.parametrize(("fsdp", "ring", "cut"), [(False, 1, False), (True, 2, True)])
-def test_another_batch_in_the_sixth_forward(pool4: RankPool, fsdp: bool, ring: int, cut: bool) -> None:
-    faults = [fault for fault in FAULTS if FAULTS[fault][1 + cut]]
-    messages = pool4.run(_one_rank_differs, faults, fsdp, ring, cut, timeout=60)
+@pytest.mark.parametrize(("fsdp", "ring"), [(False, 1), (True, 2)])
+def test_another_batch_in_the_sixth_forward(pool4: RankPool, fsdp: bool, ring: int) -> None:
+    messages = pool4.run(_one_rank_differs, fsdp, ring, timeout=60)
     assert all(each == messages[0] for each in messages)
-    for fault, message in zip(faults, messages[0], strict=True):
-        assert "ranks 3 were given another one than ranks 2 (" in message, message
-        assert FAULTS[fault][1 + cut] in message, message
+    for (_, text), message in zip(FAULTS.values(), messages[0], strict=True):
+        assert "ranks 3 were given another one than ranks 2 (" in message and text in message, message
+
+
+@on_ranks(2)
+def test_a_batch_that_is_cut_already_is_refused_on_every_rank() -> None:
+    """Also if one rank alone has cut it, and by `token_logprobs`."""
+    sp = sharding()
+    model = longspan.parallelize(build("Llama"), sp)
+    for ranks in ({0, 1}, {1}):
+        given = longspan.shard_batch(batch(), sp) if sp.rank in ranks else batch()
+        text = r"was cut by longspan.shard_batch.*; pass the whole batch"
+        with pytest.raises(LongspanError, match=text):
+            model(**given)
+        with pytest.raises(LongspanError, match=text):
+            longspan.token_logprobs(model, given)
+    model(**batch()).loss.backward()
 
 
 def _replicas_differ() -> list[str]:
@@ -128,18 +137,14 @@ def test_an_error_of_another_kind_raises_on_all_ranks(pool2: RankPool) -> None:
 # --- values on a GPU are compared in some forwards. Simulated: the host treats CPU tensors as a GPU's.
 
 
-def _compared_now_and_then(family: str, cut: bool) -> tuple[list[str], int]:
+def _compared_now_and_then() -> tuple[list[str], int]:
     sp = sharding(data=2)
-    model = longspan.parallelize(build(family), sp)
+    model = longspan.parallelize(build("Llama"), sp)
     with mock.patch.object(compare, "is_on_cpu", lambda batch: False), mock.patch.object(compare, "EVERY", 8):
         for step in range(8):
             mine = rows_of(batch(seed=step), sp.data_rank, 2)
             if step >= STEPS and dist.get_rank() == 2:
                 mine["input_ids"] = mine["input_ids"].roll(1, 0)
-            if cut:
-                given = longspan.shard_batch(mine, sp, shift=family != "Bert")
-                info = dataclasses.replace(given["longspan"], digest=device_digest(mine))
-                mine = {**given, "longspan": info}
             try:
                 model(**mine).loss.backward()
             except LongspanError as error:
@@ -147,9 +152,8 @@ def _compared_now_and_then(family: str, cut: bool) -> tuple[list[str], int]:
     return [], -1
 
 
-@pytest.mark.parametrize(("family", "cut"), [("Llama", True), ("Bert", False)])
-def test_values_on_a_gpu_are_compared_in_some_forwards(pool4: RankPool, family: str, cut: bool) -> None:
-    results = pool4.run(_compared_now_and_then, family, cut)
+def test_values_on_a_gpu_are_compared_in_some_forwards(pool4: RankPool) -> None:
+    results = pool4.run(_compared_now_and_then)
     assert all(each == results[0] for each in results)
     (message,), step = results[0]
     assert step == 7  # the eighth; the values have differed since the sixth

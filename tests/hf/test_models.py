@@ -199,13 +199,6 @@ def test_rotary_tables_of_sliding_layers_alone() -> None:
     torch.testing.assert_close(model(**batch()).loss, reference(**batch()).loss)
 
 
-def test_a_sharded_batch_needs_position_ids() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh())
-    model, whole = longspan.parallelize(build("Roberta"), sp), _without_positions("Roberta")
-    with pytest.raises(longspan.LongspanError, match="give longspan.shard_batch the position_ids"):
-        model(**longspan.shard_batch(whole, sp, shift=False))
-
-
 def _divides(family: str) -> Any:
     """A model that divides by its hidden states and by the output of its attention, without an epsilon."""
     model = build(family)
@@ -339,17 +332,8 @@ def test_masked_lm() -> None:
     untied = longspan.parallelize(build("Bert", tie_word_embeddings=False), sp)
     assert len(untied(**whole, return_dict=False)) == 1
     check_loss(float(plain[0].detach()), truth)
-    cut = longspan.shard_batch(whole, sp, shift=False)
-    assert torch.equal(model(**cut).loss, plain[0])
-    with pytest.raises(longspan.LongspanError, match=r"whose labels are not shifted; .* shift=False\)"):
-        model(**longspan.shard_batch(whole, sp))
-    with pytest.raises(longspan.LongspanError, match=r"sharded with Layout\(.*'zigzag'\), the model with Layout"):
-        model(**longspan.shard_batch(whole, sharding(ring=2), shift=False))
     with pytest.raises(longspan.LongspanError, match="`shift_labels` are labels of a causal LM"):
         model(input_ids=whole["input_ids"], shift_labels=whole["labels"])
-    causal = longspan.parallelize(build("Llama"), sp)
-    with pytest.raises(longspan.LongspanError, match=r"causal LM, whose labels are shifted; .* shift=True\)"):
-        causal(**cut)
     items = model(**whole, num_items_in_batch=torch.tensor(100))
     count = int((whole["labels"] != -100).sum())
     check_loss(float(items.loss.detach()) * 100 / count, truth)

@@ -146,19 +146,19 @@ def _evaluate(truth: Truth) -> None:
     with torch.no_grad():
         out = model(input_ids=whole["input_ids"])
         positional = model(whole["input_ids"])
-        cut = model(**longspan.shard_batch(whole, sp))
+        scored = model(**whole)
     assert out.loss is None and out.past_key_values is None
-    assert torch.equal(positional.logits, out.logits) and torch.equal(cut.logits, out.logits)
-    check_loss(float(cut.loss), truth)
+    assert torch.equal(positional.logits, out.logits) and torch.equal(scored.logits, out.logits)
+    check_loss(float(scored.loss), truth)
     with torch.inference_mode():
-        assert torch.equal(model(**whole).loss, cut.loss)
+        assert torch.equal(model(**whole).loss, scored.loss)
     embedded = model(inputs_embeds=build("Llama").get_input_embeddings()(whole["input_ids"]))
     for found in (out, embedded):
         logits = sp.gather(found.logits.detach(), length=21)
         assert excess_of_rows(logits, truth.single.logits, truth.exact.logits) <= 1
 
 
-def test_evaluation_sharded_batches_and_embeddings(pool4: RankPool) -> None:
+def test_evaluation_and_embeddings(pool4: RankPool) -> None:
     pool4.run(_evaluate, truth_of(build("Llama").eval(), batch()))
 
 
@@ -242,7 +242,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama", {}, {"cache_position": torch.arange(1, 22)}, {}, "must be torch.arange(0, 21)"),
     ("GPT2", {}, {"encoder_hidden_states": torch.zeros(4, 9, 32)}, {}, "ask GPT2LMHeadModel for cross attention"),
     ("Llama", {}, {"cu_seqlens": 3.0}, {}, "layer model.layers.0.self_attn passes cu_seqlens to its attention, not"),
-    ("Llama", {}, {"longspan": 3}, {}, "the key `longspan` of a batch comes from longspan.shard_batch, got int"),
 ]  # fmt: skip
 
 
@@ -592,15 +591,3 @@ def _selected_logits(positions: Any) -> None:
 
 def test_logits_to_keep(pool4: RankPool) -> None:
     pool4.run(_selected_logits, torch.tensor([3, -1, 17, 3]))
-
-
-@on_ranks(2)
-def test_ids_embedded_after_sharding() -> None:
-    """21 tokens do not divide, so padding is replaced."""
-    sp = sharding()
-    model = longspan.parallelize(build("Llama"), sp)
-    ids = batch()["input_ids"]
-    cut = longspan.shard_batch({"input_ids": ids, "labels": ids}, sp)
-    expected = model(**cut).loss
-    embedded = model.get_input_embeddings()(cut.pop("input_ids"))
-    torch.testing.assert_close(model(inputs_embeds=embedded, **cut).loss, expected)

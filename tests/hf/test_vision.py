@@ -281,7 +281,7 @@ def test_refusals() -> None:
         "`pixel_values` holds no image", pixel_values=whole["pixel_values"][:0], image_grid_thw=torch.zeros(0, 3).int()
     )
     refused("`vision_feature_layer` is read from the model's config", vision_feature_layer=1)
-    with pytest.raises(longspan.LongspanError, match=r"`pixel_values` cannot be cut in the data loader"):
+    with pytest.raises(longspan.LongspanError, match=r"`pixel_values` cannot be cut: "):
         longspan.shard_batch(whole, sharding())
     llava = longspan.parallelize(build("Llava"), sharding(), fsdp=False)
     with pytest.raises(longspan.LongspanError, match=r"takes no `pixel_values_videos`, only pixel_values; leave it"):
@@ -470,10 +470,6 @@ def test_refusals_of_tiles_and_images() -> None:
     if sp.rank:
         whole["pixel_values_videos"] = videos.flip(1)
     refused(r"ranks 1 were given another one than ranks 0 .same shapes, other")
-    gemma = longspan.parallelize(build("Gemma3"), sp)
-    text = {"input_ids": torch.arange(3, 9)[None], "token_type_ids": torch.tensor([[0, 1, 1, 0, 0, 0]])}
-    with pytest.raises(longspan.LongspanError, match=r"`token_type_ids` marks tokens of images, which longspan.shard_"):
-        gemma(**longspan.shard_batch(text, sp))
 
 
 def test_units_are_balanced() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from longspan.hf.batch.shard import cut_batch
+from longspan.hf.batch.shard import read_batch
 from tests.fuzz.cases import MESHES, Case, drawn
 from tests.fuzz.families import build, families
 from tests.fuzz.run import judge
@@ -26,10 +26,10 @@ PADDED = Case("causal/llama", rows=2, length=11, padding="left", mesh={"ring": 2
 
 @contextlib.contextmanager
 def _padding_forgotten() -> Iterator[None]:
-    def forgetful(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return cut_batch({key: value for key, value in batch.items() if key != "attention_mask"}, *args, **kwargs)
+    def forgetful(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return read_batch({key: value for key, value in batch.items() if key != "attention_mask"}, *args, **kwargs)
 
-    with mock.patch("longspan.hf.forward.shard_batch.cut_batch", forgetful):
+    with mock.patch("longspan.hf.forward.shard_batch.read_batch", forgetful):
         yield
 
 

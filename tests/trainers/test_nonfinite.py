@@ -22,13 +22,9 @@ FAULTS = {
 }
 
 
-def _first_nonfinite(
-    faults: list[str], data: int, ring: int, fsdp: bool, cut: bool, checkpointing: bool
-) -> list[tuple[str, str]]:
+def _first_nonfinite(faults: list[str], data: int, ring: int, fsdp: bool, checkpointing: bool) -> list[tuple[str, str]]:
     sp = sharding(data, ring)
     mine = rows_of(batch(), sp.data_rank, data)
-    if cut:
-        mine = longspan.shard_batch(mine, sp)
     results = []
     for kind in faults:
         model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
@@ -52,17 +48,17 @@ def _first_nonfinite(
 
 
 @pytest.mark.parametrize(
-    ("faults", "data", "ring", "fsdp", "cut", "checkpointing"),
+    ("faults", "data", "ring", "fsdp", "checkpointing"),
     [
-        (["activation", "logits", "parameter", "weight"], 2, 1, True, False, False),
-        (["attention", "parameter"], 1, 2, False, True, False),
-        (["gradient"], 2, 2, True, True, True),
+        (["activation", "logits", "parameter", "weight"], 2, 1, True, False),
+        (["attention", "parameter"], 1, 2, False, False),
+        (["gradient"], 2, 2, True, True),
     ],
 )
 def test_the_first_tensor_is_named(
-    pool4: RankPool, faults: list[str], data: int, ring: int, fsdp: bool, cut: bool, checkpointing: bool
+    pool4: RankPool, faults: list[str], data: int, ring: int, fsdp: bool, checkpointing: bool
 ) -> None:
-    results = pool4.run(_first_nonfinite, faults, data, ring, fsdp, cut, checkpointing, timeout=120)
+    results = pool4.run(_first_nonfinite, faults, data, ring, fsdp, checkpointing, timeout=120)
     assert all(each == results[0] for each in results)
     for (kind, text), fault in zip(results[0], faults, strict=True):
         assert kind == FAULTS[fault][0] and FAULTS[fault][1] in text, text

@@ -565,9 +565,8 @@ class _OwnLoss(transformers.Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if self.cut:
-            inputs = longspan.shard_batch(inputs, self.longspan_sp)
-        labels = inputs.pop("labels")
+        labels = (longspan.shard_batch(inputs, self.longspan_sp) if self.cut else inputs)["labels"]
+        inputs.pop("labels")
         logits = model(**inputs).logits
         if not self.cut:
             logits, labels = logits[:, :-1], labels[:, 1:]

@@ -247,16 +247,15 @@ def _shift_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shift_labels_after_sharding(patch: pytest.MonkeyPatch) -> None:
-    from longspan.comm import shard
     from longspan.hf.forward import shard_batch
 
     original = shard_batch.cut_batch
 
-    def late(batch: Any, sp: Any, **options: Any) -> dict[str, Any]:
-        if "labels" not in batch:
-            return original(batch, sp, **options)
-        mine = shard.shard(batch["labels"], sp, pad_value=-100)
-        return {**original(batch, sp, **options), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
+    def late(whole: Any, info: Any) -> dict[str, Any]:
+        cut = original(whole, info)
+        if "labels" in cut:
+            cut["labels"][:, -1] = -100
+        return cut
 
     patch.setattr(shard_batch, "cut_batch", late)
 

@@ -170,7 +170,7 @@ class _Entrance:
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
         if self.inputs is not None:
-            self.inputs.compare(model, _flat(whole), False, problem)
+            self.inputs.compare(model, _flat(whole), False, problem, self.sp)
         elif problem is not None:
             raise problem
         self.tokens.split_before_checkpoints(model)

@@ -264,15 +264,14 @@ class MemoryManager(Stage):
 
         Options that conflict with transformers' own gradient checkpointing are left out.
         """
-        assert call.tokens is not None
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
         if self.modules.untiled is not None:
             fixed["tiled"] = False
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
-        documents = call.info.segments is not None
-        width = call.sp.size if call.elastic else None
-        chosen = auto.for_batch(call.info.length, len(call.tokens), fixed, documents, call.patches, width)
+        info = call.info
+        width = info.sp.size if info.elastic else None
+        chosen = auto.for_batch(info.length, info.rows, fixed, info.segments is not None, call.patches, width)
         if chosen is None:
             return False
         memory, why = chosen
@@ -283,7 +282,6 @@ class MemoryManager(Stage):
         """Reserve room in the store for the activations that the forward saves."""
         if self.store is None or not torch.is_grad_enabled():
             return
-        assert call.tokens is not None
         config = call.model.config.get_text_config()
         element = next(call.model.parameters()).dtype.itemsize
         heads = config.num_attention_heads if self.bindings else 0
@@ -293,7 +291,7 @@ class MemoryManager(Stage):
             attention = width * element + 4 * heads
         inputs, _ = layers_held(len(self.layers), self.groups.per_checkpoint)
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)
-        self.store.reserve(per_token * call.tokens.shape[:2].numel())
+        self.store.reserve(per_token * call.info.rows * call.info.local_length)
 
 
 @checked_call()

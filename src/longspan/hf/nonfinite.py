@@ -67,7 +67,7 @@ def find_nonfinite(model: nn.Module, batch: Mapping[str, Any], *, backward: bool
 
     Args:
         model: as `longspan.parallelize` returned it.
-        batch: the model's arguments: a full batch, or one sharded by `shard_batch`.
+        batch: the model's arguments, a whole batch.
         backward: run the backward too; it needs labels.
 
     Returns:

@@ -129,8 +129,7 @@ def parallelize(
             sharded the same way. 1: gather weights. "auto": the largest group in which every rank has experts.
 
     Returns:
-        `model`. Its forward takes the full batch, or one sharded by `longspan.shard_batch` (with `shift=False` for a
-        masked LM or a token classifier).
+        `model`. Its forward takes whole batches, with the entries that `longspan.shard_batch` lists, and pictures.
 
         - `loss` is the mean over every unmasked token of the global batch, equal on every rank. For a sequence
           classifier it is the mean over the rows of the global batch.
@@ -160,7 +159,7 @@ def parallelize(
     inner, memory = checked.model, checked.memory
     _prepare_weights_and_dropout(inner, sp, options)
     traits = ModelTraits(inner)
-    attention, mixers = AttentionLayers(inner, sp, kernel, memory), MixerLayers(inner, sp)
+    attention, mixers = AttentionLayers(inner, kernel, memory), MixerLayers(inner)
     memory_manager = MemoryManager(checked.modules, inner.config, memory, checked.store, checked.auto)
     head = head_of(inner)
     batches, model_changes = _consistency_checks(model, sp, options, checked)

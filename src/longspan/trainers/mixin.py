@@ -55,12 +55,7 @@ from longspan.hf.weights.gradients import no_sync
 from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
-from longspan.trainers.trl import (
-    count_sequence_groups,
-    has_uniform_gradient,
-    refuse_whole_logits,
-    remove_fused_head,
-)
+from longspan.trainers.trl import count_sequence_groups, refuse_whole_logits, replace_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.forward.hooks import ForwardHooks
@@ -158,12 +153,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is None:
                 continue
-            temperature, entropy_grad = remove_fused_head(model, self)
+            score = replace_fused_head(model, self)
             if not is_parallelized(model):
                 parallelize(model, sp, **self.longspan_options)
             options = state_of(model).forward.options
-            options.temperature, options.entropy_grad = temperature, entropy_grad
-            options.shared_prefixes, options.uniform_gradient = shared_prefixes, has_uniform_gradient(self)
+            options.score, options.shared_prefixes = score, shared_prefixes
         self.longspan_elastic = None if elastic is None else Elastic(sp, self.model, elastic)
 
     @property

@@ -9,12 +9,15 @@ prompt against each other. The ranks of a sequence group must draw, shuffle and 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
 from longspan.compat.friends_api import count_tokens_once, fused_head_of
 from longspan.core.errors import LongspanError
+from longspan.hf.forward.logprobs import score_for_trl
 from longspan.hf.model.support import transformers_model
 
 if TYPE_CHECKING:
@@ -35,15 +38,12 @@ def refuse_whole_logits(kind: type) -> None:
         )
 
 
-def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
-    """Restore a model's own forward if TRL has replaced it.
-
-    Return the fused head's temperature, and whether its entropies have a gradient.
-    """
+def replace_fused_head(model: Any, trainer: Any) -> Callable[..., Any] | None:
+    """Restore a model's own forward if TRL has replaced it, and return what computes the same of a sharded sequence."""
     inner: Any = transformers_model(model)
     options = fused_head_of(inner)
     if options is None:
-        return 1.0, False
+        return None
     if options.get("cast_lm_head_to_fp32"):
         raise LongspanError(
             "cast_lm_head_to_fp32=True does not work with a sharded sequence: the head is computed tile by tile in its "
@@ -51,10 +51,15 @@ def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
         )
     del inner.forward
     trains_entropy = getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False)
-    return float(options.get("temperature", 1.0)), bool(trains_entropy)
+    return functools.partial(
+        score_for_trl,
+        temperature=float(options.get("temperature", 1.0)),
+        entropy_grad=bool(trains_entropy),
+        uniform_gradient=_has_uniform_gradient(trainer),
+    )
 
 
-def has_uniform_gradient(trainer: Any) -> bool:
+def _has_uniform_gradient(trainer: Any) -> bool:
     """Return whether a trainer's loss is that of TRL's `SFTTrainer`, a multiple of the sum of log-probabilities."""
     kinds = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls) and cls.__module__ != _MIXIN]
     is_sft = kinds[0].__name__ == "SFTTrainer" and kinds[0].__module__.startswith("trl.")

@@ -8,6 +8,7 @@ on a GPU makes the host wait, so they are compared in the first three forwards, 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from longspan.comm.objects import gather_objects, raise_on_every_rank
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
-from longspan.hf.batch.shard import WIDTH, SequenceInfo, digest
+from longspan.hf.batch.shard import WIDTH, has_labels
 
 FIRST, EVERY = 3, 100
 """The host waits for values on a GPU and compares them in the `FIRST` forwards, where most faults appear, and then in
@@ -50,30 +51,30 @@ class BatchCheck:
         batch: Mapping[str, Any],
         router: bool,
         problem: Exception | None,
-        sharing: SequenceSharding | None = None,
+        sharing: SequenceSharding,
     ) -> None:
         """Raise on every rank if any rank refuses its batch, by its `problem`, or if batches differ. Collective.
 
-        `batch` is full, or sharded by `shard_batch`; `router`: whether the router loss is requested; `sharing`: the
-        sharding of the ranks that share this rank's batch, by default a sequence group.
+        `batch` is whole; `router`: whether the router loss is requested; `sharing`: the sharding of the ranks that
+        share this rank's batch.
         """
-        sharing = sharing or self.sp
         weights = self.replicas.number(model)
         if self.left == 0 and problem is not None:
             raise problem
         if self.group is None or (self.left == 0 and not weights):
             return
-        content = _content(batch, self.thorough)
+        content = _digest(batch) if self.thorough or is_on_cpu(batch) else 0  # 0: the host must not wait for a GPU
         self.forward += 1
         if self.left:
             self.left -= 1
         # What must be equal in a sequence group, except the values of tensors, and on all ranks.
         structure = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
         call_facts = _call_facts(model, batch, router)
-        if sharing is not self.sp:
-            structure[f"`{WIDTH}`"] = str(sharing.size)
-        width = 0 if batch.get(WIDTH) is not None else sharing.size  # 0: the one it asks for cannot be used
-        numbers = [problem is not None, _number(call_facts), _number(structure), content, weights, width]
+        asked = batch.get(WIDTH)
+        usable = asked is None or (type(asked) is int and asked == sharing.size)
+        width = sharing.size if usable else 0  # 0: nobody shares this batch
+        failed = 0 if problem is None else 2 if "longspan" in batch else 1
+        numbers = [failed, _number(call_facts), _number(structure), content, weights, width]
         rows = gather_numbers(numbers, self.group, torch.device("cpu"))
         self._raise_differences(rows, structure, call_facts, problem)
         held = self.sp.tensor_size  # ranks `tensor_size` apart hold the same weights
@@ -85,6 +86,8 @@ class BatchCheck:
     ) -> None:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
+        # First: parts of one batch differ.
+        raise_on_every_rank(problem, self.group, "refused its batch", [row[0] == 2 for row in rows])
         batches = [(row[5], row[2], row[3]) for row in rows]
         group = self._unequal_group(batches, tuple(row[5] for row in rows))
         if group is not None:
@@ -122,8 +125,6 @@ def _number(facts: Mapping[str, str]) -> int:
 def _format(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, SequenceInfo):  # shards differ, their source must not
-        return f"cut from {value!r}"
     if isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
@@ -132,7 +133,7 @@ def _format(value: Any) -> str:
 def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str, str]:
     """Return what must be equal on all ranks, also across replicas, as it decides their joint collectives."""
     facts = {
-        "a batch's labels": "given" if _has_labels(batch) else "missing",
+        "a batch's labels": "given" if has_labels(batch) else "missing",
         "num_items_in_batch": _format_number(batch.get("num_items_in_batch")),
         "the router loss": "asked for" if router else "not asked for",
         "the model's mode": "training" if model.training else "evaluation",
@@ -144,19 +145,20 @@ def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dic
     return facts
 
 
-def _has_labels(batch: Mapping[str, Any]) -> bool:
-    return batch.get("labels") is not None or batch.get("shift_labels") is not None
-
-
 def _format_number(items: Any) -> str:
     if items is None:
         return "missing"
     return "given" if isinstance(items, Tensor) and items.device.type != "cpu" else str(float(items))
 
 
-def _content(batch: Mapping[str, Any], wait: bool) -> int:
-    """Return a digest of the values; 0 if they are on a GPU and the host must not wait."""
-    info = batch.get("longspan")
-    if isinstance(info, SequenceInfo):
-        return int(info.digest or 0) if wait or not isinstance(info.digest, Tensor) else 0
-    return digest(batch) if wait or is_on_cpu(batch) else 0
+def _digest(batch: Mapping[str, Any]) -> int:
+    """Return a checksum of a batch: names, shapes, dtypes and bytes of its tensors, and its plain values."""
+    crc = 0
+    for key, value in sorted(batch.items()):
+        if isinstance(value, Tensor):
+            x = value.detach().cpu().contiguous()
+            crc = zlib.crc32(f"{key} {tuple(x.shape)} {x.dtype}".encode(), crc)
+            crc = zlib.crc32(x.view(-1).view(torch.uint8).numpy().data, crc)
+        elif isinstance(value, bool | int | float | str):
+            crc = zlib.crc32(f"{key} {value!r}".encode(), crc)
+    return crc

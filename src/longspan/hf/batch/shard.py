@@ -1,15 +1,14 @@
 """Shard a training batch by tokens.
 
-`shard_batch` shifts the labels before it shards them (a rank's last token predicts the next rank's first), and makes
-position ids global. Facts about the whole sequence go to attention in one value, `SequenceInfo`, through the model's
-keyword arguments. They are never stored on the model: activation checkpointing may rerun a layer after the next batch
-has arrived.
+`read_batch` checks a whole batch, shifts its labels (a rank's last token predicts the next rank's first) and reads its
+facts; `cut_batch` then only cuts. Layers get the facts in one value, `SequenceInfo`, through the model's keyword
+arguments. They are never stored on the model: activation checkpointing may rerun a layer after the next batch has
+arrived.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,69 +19,87 @@ from torch import Tensor
 from longspan.attn.segments import Segments
 from longspan.attn.tree import Trees, along_paths, children, read_trees
 from longspan.comm.arguments import check_integers, check_sharding, describe
-from longspan.comm.consistency import Digester
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import listed
-from longspan.core.layout import Layout
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
+from longspan.hf.model.support import HELP
 from longspan.hf.model.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceInfo:
-    """Facts about the full batch that each rank needs."""
+    """Facts about one whole batch that every layer of its forward needs, equal on the ranks that share it.
 
+    What stages alone need is in `ForwardCall`; what holds for all forwards of a model, in `ModelTraits`.
+    """
+
+    sp: SequenceSharding  # of the ranks that share the batch: of an elastic batch narrower than the model's
+    rows: int
     length: int  # tokens of the sequence, without the padding that `longspan.comm.shard` adds
     segments: Segments | None  # documents and padding; None if every token of a row may see its whole row
     max_position: int  # the largest position id of the batch
-    layout: Layout  # of the ranks that share the batch
     # For each run of `segments` the position id of its first token, if position ids restart; None: all 0.
     starts: tuple[tuple[int, ...], ...] | None = None
-    shifted: bool = True  # labels are shifted, as a causal LM's are
-    counted: bool = False  # `position_ids` were not given and count along the row
-    elastic: bool = False  # the batch has a `sequence_width`
-    last_positions: Tensor | None = None  # of an elastic batch, the largest position of my tokens' documents, `[B, L]`
-    digest: int | Tensor | None = None  # set by `shard_batch`: `digest` of the full batch, on a GPU `device_digest`
     visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
-    # For each key of the batch the values of a real token, which replace padding in a forward. Empty if nothing is
-    # padded on any rank.
-    filler: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     bidirectional: Segments | None = None  # each row's spans of tokens that see each other in a causal model
     nodes: Trees | None = None  # trees of shared prefixes, whose tokens see their own path only
-    weights: Tensor | None = None  # of my tokens' labels in the loss, `[B, L]`
-    placeholders: tuple[int, ...] = ()  # ids of tokens whose embeddings come from a vision tower
+    elastic: bool = False  # the batch has a `sequence_width`, which may be that of all ranks
     padding: Tensor | None = None  # which of my tokens are padding without a label, bool `[B, L]`
     # Attention plans and tables of fragments, by kind of layer.
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        """Equal on all ranks of a sequence group."""
-        names = ("length", "segments", "max_position", "layout", "starts", "shifted", "counted", "elastic")
-        return f"SequenceInfo({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+    sharded = True  # with a cache, every rank may compute all of a few new tokens
+
+    @property
+    def new(self) -> int:
+        """Tokens of this forward: with a cache, those behind the cached ones."""
+        return self.length
+
+    @property
+    def new_segments(self) -> Segments | None:
+        """`segments` of the tokens of this forward."""
+        return self.segments
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of each rank in this forward."""
+        return self.sp.layout.local_length(self.new) if self.sharded else self.new
+
+    def gather(self, x_BL: Tensor) -> Tensor:
+        """Return `[B, n, ...]` of all tokens, on every rank."""
+        return self.sp.gather(x_BL, dim=1, length=self.length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out `sp`: a loader's worker sends the batch to its rank, and process groups cannot be sent."""
+        return {name: value for name, value in vars(self).items() if name != "sp"}
 
 
-def digest(batch: Mapping[str, Any]) -> int:
-    """Return a checksum of a batch: names, shapes, dtypes and bytes of its tensors, and its plain values."""
-    crc = 0
-    for key, value in sorted(batch.items()):
-        if isinstance(value, Tensor):
-            x = value.detach().cpu().contiguous()
-            crc = zlib.crc32(f"{key} {tuple(x.shape)} {x.dtype}".encode(), crc)
-            crc = zlib.crc32(x.view(-1).view(torch.uint8).numpy().data, crc)
-        elif isinstance(value, bool | int | float | str):
-            crc = zlib.crc32(f"{key} {value!r}".encode(), crc)
-    return crc
+def take_info(layer: str, kwargs: dict[str, Any]) -> SequenceInfo:
+    """Take the facts of the batch out of the keyword arguments of a layer's call.
+
+    They come with the call, not from the model: activation checkpointing may run a layer again after the next batch has
+    started, and runs no hooks of the model then. They come as `longspan`, or in place of an argument that every layer
+    passes on (`carry_info`).
+    """
+    names = [name for name, value in kwargs.items() if isinstance(value, SequenceInfo)]
+    if not names:
+        raise LongspanError(f"layer {layer} does not pass on keyword arguments, so it cannot know its batch; {HELP}")
+    info: SequenceInfo = kwargs[names[0]]
+    kwargs.update(dict.fromkeys(names))
+    kwargs.pop("longspan", None)
+    return info
 
 
-def device_digest(batch: Mapping[str, Any]) -> Tensor:
-    """Return a checksum of the values of a batch's tensors, int64 [] on their device, without waiting for it."""
-    tensors = [value for _, value in sorted(batch.items()) if isinstance(value, Tensor)]
-    device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
-    return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
+def carry_info(kwargs: dict[str, Any], info: SequenceInfo | None) -> dict[str, Any]:
+    """Put the facts of the batch in place of a layer's `attention_mask`, which is None or all ones here, and which
+    layers pass on that drop other keyword arguments.
+    """
+    info = kwargs.get("longspan", info)
+    return kwargs if info is None or "attention_mask" not in kwargs else {**kwargs, "attention_mask": info}
 
 
 WIDTH = "sequence_width"
@@ -94,6 +111,7 @@ _PER_TOKEN = {
     *_INPUTS, "labels", "shift_labels", "loss_weights", "position_ids", "attention_mask", *ID_KEYS, *TREE_KEYS,
 }  # fmt: skip
 _PER_BATCH = {*BORDER_KEYS, *LONGEST_KEYS}
+_CUT = (*_INPUTS, "labels", "loss_weights", "position_ids")  # of `read_batch`
 
 
 def check_batch(name: str, batch: Any) -> None:
@@ -102,15 +120,14 @@ def check_batch(name: str, batch: Any) -> None:
         raise LongspanError(f"`{name}` must be a dict of tensors such as {{'input_ids': ids}}, got {describe(batch)}")
 
 
-def width_of(batch: Mapping[str, Any]) -> Any:
-    """Return the `sequence_width` that a batch asks for or was cut with; None without one."""
-    cut = batch.get("longspan")
-    return cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else batch.get(WIDTH)
+def has_labels(batch: Mapping[str, Any]) -> bool:
+    """Return whether a whole batch has labels, shifted or not."""
+    return batch.get("labels") is not None or batch.get("shift_labels") is not None
 
 
 def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceSharding:
-    """Return the sharding that a batch asks for or was cut with: of `sequence_width` ranks, by default `sp` itself."""
-    width = width_of(batch)
+    """Return the sharding that a batch asks for: of `sequence_width` ranks, by default `sp` itself."""
+    width = batch.get(WIDTH)
     if width is None:
         return sp
     if width in sp.widths and not sp.has_widths:
@@ -123,7 +140,7 @@ def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceShard
 
 @checked_call()
 def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
-    """Shard a batch in the data loader: `model(**shard_batch(batch, sp))` equals `model(**batch)`.
+    """Shard a batch for a model of your own; a parallelized model takes the whole batch, and shards it itself.
 
     Args:
         batch: the same full batch on every rank of a sequence group: `input_ids` [B, n] (or `inputs_embeds`
@@ -148,8 +165,8 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
             a masked LM (BERT), whose logits at i predict the token at i.
 
     Returns:
-        The same keys with this rank's tokens; `labels` shifted; `position_ids` always present and global; the
-        `attention_mask` and marks of documents replaced by the key `longspan`, a `SequenceInfo`.
+        The same keys with this rank's tokens; `labels` and `loss_weights` shifted; `position_ids` always present and
+        global; the `attention_mask` and marks of documents replaced by the key `longspan`, a `SequenceInfo`.
 
         Documents never attend to each other. As in transformers (with `use_cache=False`), position ids that restart
         mark documents only without an `attention_mask`. They do so for every family, also where transformers separates
@@ -164,38 +181,26 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
     check_sharding(sp)
     check_flag("shift", shift)
     check_batch("batch", batch)
-    if "longspan" in batch:
-        return dict(batch)
-    sp = sharding_of(batch, sp)
     pictures = next((key for key in PICTURE_KEYS if batch.get(key) is not None), None)
     if pictures is not None:
         raise LongspanError(
-            f"`{pictures}` cannot be cut in the data loader: which rank needs which picture depends on the model; pass "
-            f"the whole batch to the parallelized model"
+            f"`{pictures}` cannot be cut: which rank needs which picture depends on the model; pass the whole batch to "
+            f"the parallelized model"
         )
-    elastic, batch = batch.get(WIDTH) is not None, {key: value for key, value in batch.items() if key != WIDTH}
-    out = cut_batch(batch, sp, shift=shift, elastic=elastic)
-    on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
-    out["longspan"] = dataclasses.replace(out["longspan"], digest=(digest if on_cpu else device_digest)(batch))
-    return out
+    whole, info = read_batch(batch, sharding_of(batch, sp), shift=shift)
+    return {**cut_batch(whole, info), "longspan": info}
 
 
-def cut_batch(
-    batch: Mapping[str, Any],
-    sp: SequenceSharding,
-    *,
-    shift: bool = True,
-    own_positions: Tensor | None = None,
-    placeholders: tuple[int, ...] = (),
-    elastic: bool = False,
-) -> dict[str, Any]:
-    """Shard a batch as `shard_batch` does, without a digest.
+def read_batch(
+    batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True, own_positions: Tensor | None = None
+) -> tuple[dict[str, Any], SequenceInfo]:
+    """Check a batch that the ranks of `sp` share, and return it whole, with its facts.
 
-    `own_positions` are ids that the model computes itself if the batch has none; they mark no documents. `sp` is the
-    sharding of the ranks that share an `elastic` batch.
+    Its `labels` and `loss_weights` are shifted, and the marks that the facts contain left out. `own_positions` are ids
+    that the model computes itself if the batch has none; they mark no documents.
     """
-    batch_size, n, device = _batch_shape(batch)
-    _check_lengths(batch, batch_size, n)
+    rows, n, device = _batch_shape(batch)
+    _check_lengths(batch, rows, n)
     trees = _trees_of(batch)
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 1:
@@ -203,46 +208,32 @@ def cut_batch(
     if positions is None and trees is not None:
         positions = along_paths(trees, torch.arange(n, device=device))[0]
     of_documents = None if trees is not None else _text_positions(positions)
-    rows, starts, visible = segments_of(batch, of_documents, batch_size, n)
-    replaced = {*_PER_TOKEN, *_PER_BATCH, "cache_position"}
-    out = {key: value for key, value in batch.items() if key not in replaced}
-    for key in _INPUTS:
-        if batch.get(key) is not None:
-            out[key] = _part(batch[key], sp)
+    segments, starts, visible = segments_of(batch, of_documents, rows, n)
     labels, weights = _labels_of(batch, shift, trees)
-    if labels is not None:
-        if rows is not None:
-            _refuse_labels_on_padding(labels, rows, n, shift)
-        out["labels"] = _part(labels, sp, pad_value=IGNORE)
-    counted = positions is None
-    positions = own_positions if counted else positions
-    if positions is None:
-        out["position_ids"] = sp.positions(n).to(device)[None]
-        max_position = n - 1
-    else:
-        out["position_ids"] = _part(positions, sp, dim=-1)
-        max_position = int(rotary_positions(positions).max())
-    padded = sp.layout.local_length(n) * sp.size > n or any(sum(b - a for a, b in row) < n for row in rows or ())
-    last = _part(_last_positions(positions, rows, tokens_of(batch)), sp) if elastic else None
+    if labels is not None and segments is not None:
+        _refuse_labels_on_padding(labels, segments, n, shift)
+    positions = own_positions if positions is None else positions
+    max_position = n - 1 if positions is None else int(rotary_positions(positions).max())
     info = SequenceInfo(
-        n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, placeholders=placeholders,
-        nodes=trees, weights=None if weights is None else _part(weights, sp), elastic=elastic,
-        last_positions=last,
-    )  # fmt: skip
-    out["longspan"] = dataclasses.replace(info, filler=_filler_of(batch, info, batch_size)) if padded else info
-    return out
+        sp, rows, n, segments, max_position, starts, visible, nodes=trees, elastic=batch.get(WIDTH) is not None
+    )
+    replaced = {*_PER_TOKEN, *_PER_BATCH, "cache_position", WIDTH}
+    whole = {key: value for key, value in batch.items() if key not in replaced}
+    of_tokens = {key: batch.get(key) for key in _INPUTS}
+    of_tokens |= {"labels": labels, "loss_weights": weights, "position_ids": positions}
+    return whole | {key: x for key, x in of_tokens.items() if x is not None}, info
 
 
-def _last_positions(positions: Tensor | None, rows: Segments | None, tokens: Tensor) -> Tensor:
-    """Return for each token the largest position of its document, int64 [B, n]; 0 for padding."""
-    batch_size, n = tokens.shape[:2]
-    positions = torch.arange(n, device=tokens.device)[None] if positions is None else rotary_positions(positions)
-    positions = positions.amax(0) if positions.dim() == 3 else positions
-    positions, last = positions.expand(batch_size, -1), tokens.new_zeros(batch_size, n, dtype=torch.int64)
-    for b, row in enumerate(rows or (((0, n),),) * batch_size):
-        for start, stop in row:
-            last[b, start:stop] = positions[b, start:stop].max()
-    return last
+def cut_batch(whole: Mapping[str, Any], info: SequenceInfo) -> dict[str, Any]:
+    """Return my tokens of what `read_batch` returned; `position_ids` are always present."""
+    cut = dict(whole)
+    for key in _CUT:
+        if key in whole:
+            dim, pad = -1 if key == "position_ids" else 1, IGNORE if key == "labels" else 0
+            cut[key] = _part(whole[key], info.sp, pad, dim)
+    if "position_ids" not in cut:
+        cut["position_ids"] = info.sp.positions(info.length).to(tokens_of(cut).device)[None]
+    return cut
 
 
 def _trees_of(batch: Mapping[str, Any]) -> Trees | None:
@@ -269,56 +260,46 @@ def _text_positions(positions: Tensor | None) -> Tensor | None:
     return positions[0] if len(positions) == 4 else None
 
 
-def _filler_of(batch: Mapping[str, Any], info: SequenceInfo, batch_size: int) -> dict[str, Tensor]:
-    """Return for each key the values of the batch's first real token.
-
-    A placeholder never replaces padding: the language model would expect an embedding for the copy.
-    """
-    ids, real_Bn = batch.get("input_ids"), _in_rows(info, batch_size, torch.device("cpu"))
-    if info.placeholders and ids is not None:
-        real_Bn &= ~torch.isin(ids, torch.tensor(info.placeholders, device=ids.device)).cpu()
-        if not real_Bn.any():
-            return {}
-    b, i = divmod(int(real_Bn.flatten().int().argmax()), info.length)
-    # Copied: a view would keep the full sequence alive.
-    filler = {key: batch[key].detach()[b, i].clone() for key in _INPUTS if batch.get(key) is not None}
-    positions = batch.get("position_ids")
-    if positions is not None and info.segments is not None:  # positions of `shard`'s own padding are 0
-        positions = positions if positions.dim() > 1 else positions[None]
-        filler["position_ids"] = positions[..., min(b, positions.shape[-2] - 1), i].detach().clone()
-    return filler
-
-
-def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | None) -> None:
-    """Replace my padding by the filler, in every input, and mark it in `cut["longspan"]`.
+def fill_padding(
+    cut: dict[str, Any],
+    whole: Mapping[str, Any],
+    info: SequenceInfo,
+    placeholders: tuple[int, ...],
+    *,
+    shift: bool,
+) -> SequenceInfo:
+    """Replace my padding in every input of `cut` by the first real token of `whole`; return `info` with it marked.
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
     has an infinite derivative where an embedding is 0 (often that of the padding token). Padding that predicts a token
-    (the last one before a row begins) is computed as in one process: any row's, if there are no `labels` of my tokens.
+    (the last one before a row begins) is computed as in one process: any row's, if there are no `labels`.
+    A placeholder is no filler: the language model would expect an embedding for the copy.
     """
-    info: SequenceInfo = cut["longspan"]
-    if not info.filler:
-        return
-    tokens = tokens_of(cut)
-    real_Bn = _in_rows(info, len(tokens), tokens.device, before=int(info.shifted and labels is None))
-    real_BL = _part(real_Bn, sp)
+    real_Bn = _in_rows(info)
+    if info.local_length * info.sp.size == info.length and bool(real_Bn.all()):
+        return info
+    tokens, ids, special, fillers_Bn = tokens_of(cut), whole.get("input_ids"), torch.tensor(placeholders), real_Bn
+    if placeholders and ids is not None:
+        fillers_Bn = real_Bn & ~torch.isin(ids.cpu(), special)
+        if not fillers_Bn.any():
+            return info
+    b, i = divmod(int(fillers_Bn.flatten().int().argmax()), info.length)
+    labels = cut.get("labels")
+    real_BL = _part(_in_rows(info, before=int(shift and labels is None)).to(tokens.device), info.sp)
     if labels is not None:
         real_BL = real_BL | (labels != IGNORE)
     padding_BL = ~real_BL
-    if info.placeholders and cut.get("input_ids") is not None:
-        padding_BL &= ~torch.isin(tokens, torch.tensor(info.placeholders, device=tokens.device))
-    cut["longspan"] = dataclasses.replace(info, padding=padding_BL)
-    for key in (*_INPUTS, "position_ids"):
-        x, filler = cut.get(key), info.filler.get(key)
-        if x is None or (filler is None and key == "position_ids"):
-            continue
-        if filler is None:  # embedded after sharding: copy the first real token of this rank
-            filler = x.detach().flatten(0, 1)[real_BL.flatten().int().argmax()]
-        filler = filler.to(x.device, non_blocking=True)
-        if key == "position_ids":  # [rows, L], or [axes, rows, L]
-            cut[key] = torch.where(padding_BL, filler[..., None, None], x)
-        else:
-            cut[key] = torch.where(padding_BL[(...,) + (None,) * (x.dim() - 2)], filler, x)
+    if placeholders and ids is not None:
+        padding_BL &= ~torch.isin(tokens, special.to(tokens.device))
+    for key in _INPUTS:
+        if key in cut:
+            filler = whole[key].detach()[b, i]
+            cut[key] = torch.where(padding_BL[(...,) + (None,) * (cut[key].dim() - 2)], filler, cut[key])
+    if "position_ids" in whole and info.segments is not None:  # [rows, n], or [axes, rows, n]
+        positions = whole["position_ids"]  # those of `shard`'s own padding are 0
+        filler = positions[..., min(b, positions.shape[-2] - 1), i]
+        cut["position_ids"] = torch.where(padding_BL, filler[..., None, None], cut["position_ids"])
+    return dataclasses.replace(info, padding=padding_BL)
 
 
 def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0, dim: int = 1) -> Tensor:
@@ -366,7 +347,7 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
             if not fits and not (key == "position_ids" and shape in positions):
                 hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
                 if key == "labels" and shape[:1] == (batch_size,) and value.dim() < 3:
-                    hint = "; labels of rows are not cut: pass them to the model together with the cut batch"
+                    hint = "; labels of rows are not cut: leave them out here"
                 raise LongspanError(
                     f"`{key}` has the shape {shape}, the batch has {batch_size} rows of {n} tokens{hint}"
                 )
@@ -424,19 +405,20 @@ def _shifted(name: str, x: Tensor, fill: float, trees: Trees | None) -> Tensor:
     return out
 
 
-def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device) -> Tensor:
-    """Return which of my tokens are real: neither padding of the batch nor of `shard`; bool [B, n_local]."""
-    real = _in_rows(info, batch_size, device)
-    return _part(real if info.visible is None else real & info.visible.mask.to(device), sp)
+def real_tokens(info: SequenceInfo) -> Tensor:
+    """Return which of my tokens are real: neither padding of the batch nor of `shard`; bool [B, L]."""
+    real = _in_rows(info)
+    real = real if info.visible is None else real & info.visible.mask.to(real.device)
+    return _part(real.to(info.sp.device), info.sp)
 
 
-def _in_rows(info: SequenceInfo, batch_size: int, device: torch.device, before: int = 0) -> Tensor:
+def _in_rows(info: SequenceInfo, before: int = 0) -> Tensor:
     """Return which tokens are in a run of `info.segments`, or at most `before` tokens before one; bool [B, n]."""
-    inside = torch.zeros(batch_size, info.length, dtype=torch.bool)
-    for b, row in enumerate(info.segments or (((0, info.length),),) * batch_size):
+    inside = torch.zeros(info.rows, info.length, dtype=torch.bool)
+    for b, row in enumerate(info.segments or (((0, info.length),),) * info.rows):
         for start, stop in row:
             inside[b, max(0, start - before) : stop] = True
-    return inside.to(device)
+    return inside
 
 
 def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: bool) -> None:

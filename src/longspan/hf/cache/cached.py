@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from longspan.attn.segments import Segments, padding_segments
 from longspan.comm.consistency import is_on_cpu
-from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.batch.documents import VisibleKeys, tokens_of
-from longspan.hf.batch.shard import check_cache_position, rotary_positions
+from longspan.hf.batch.shard import WIDTH, SequenceInfo, check_cache_position, rotary_positions
 from longspan.hf.cache.kv_cache import CachedInfo, KnownTokens
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.logits import SelectedTokens
 from longspan.hf.forward.shard_batch import check_ids
-from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
+from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.pretrained import position_range
 from longspan.hf.model.vision import image_spans
 
@@ -37,19 +36,15 @@ class CachedTokens(Stage):
     optionally their `position_ids` and an `attention_mask` [B, all tokens].
     """
 
-    def __init__(self, traits: ModelTraits, sp: SequenceSharding, tensor: TensorParallel | None) -> None:
-        self.traits, self.sp, self.tensor = traits, sp, tensor
-        self.segments: Segments | None = None  # of the whole sequence; None without padding
-        self.visible: VisibleKeys | None = None
-        self.images: Segments | None = None  # the new tokens' spans that see each other
+    def __init__(self, tensor: TensorParallel | None) -> None:
+        self.tensor = tensor
         self.known: KnownTokens | None = None  # with the new tokens
         self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
         self.position_range: tuple[int | None, ...] = ()  # of the config, read for the first tokens of a cache: slow
-        self.max_position = 0  # in chunked prefill, that of the whole prompt
         self.info: CachedInfo | None = None
 
     def reset(self) -> None:
-        self.segments = self.visible = self.images = self.known = self.positions = self.info = None
+        self.known = self.positions = self.info = None
 
     def check(self, call: ForwardCall) -> None:
         assert call.cache is not None
@@ -64,107 +59,70 @@ class CachedTokens(Stage):
             )
         if cache.batch_size not in (-1, rows):
             raise LongspanError(f"the cache holds {cache.batch_size} rows, the batch has {rows}; make a new cache")
-        known = cache.known_after(new)
-        largest = self._read(call, past, new) if known is None else self._take(call, known, past, new)
-        call.segments, call.has_holes = self.segments, self.visible is not None
-        self.images = self._image_spans(batch, past, new)
+        segments, visible, largest = self._read(call, past, new)
+        images = _image_spans(batch, call.traits.image_types, past, new)
         if is_on_cpu(batch):
-            check_ids(call.model, batch, self.traits)
-        self.max_position = max(largest, cache.announced - 1)
+            check_ids(call.model, batch, call.traits)
+        largest = max(largest, cache.announced - 1)  # in chunked prefill, that of the whole prompt
         if not past or not self.position_range:
             self.position_range = (position_range(call.model.config),)
-        check_positions(self.position_range[0], self.max_position)
+        check_positions(self.position_range[0], largest)
+        call.info = SequenceInfo(call.sp, rows, past + new, segments, largest, visible=visible, bidirectional=images)
 
-    def _image_spans(self, batch: Mapping[str, Any], past: int, new: int) -> Segments | None:
-        """Return the images among the new tokens; raise if one may begin among the cached tokens."""
-        key = self.traits.image_types
-        types = None if key is None else batch.get(key)
-        if types is None:
-            return None
-        if types.dim() != 2 or types.shape[1] not in (new, past + new):
+    def _read(self, call: ForwardCall, past: int, new: int) -> tuple[Segments | None, VisibleKeys | None, int]:
+        """Return padding, visible keys and the largest position; read from the batch, this waits for a GPU."""
+        assert call.cache is not None
+        batch, (rows, *_), known = call.batch, tokens_of(call.batch).shape, call.cache.known_after(new)
+        mask = batch.get("attention_mask")
+        if known is None:
+            check_cache_position(batch.get("cache_position"), past, new)
+            segments, visible = _segments(mask, rows, past + new)
+        else:
+            segments, visible = known.segments, VisibleKeys(batch["attention_mask"].bool()) if known.holes else None
+        positions = call.traits.positions(batch, past)
+        counted = positions is None and segments is None
+        if positions is None:
+            positions = _positions(None if segments is None else mask, past, new, tokens_of(batch).device)
+        self.known, self.positions = known, positions if positions.dim() > 1 else positions[None]
+        if positions.shape[-1] != new:
             raise LongspanError(
-                f"`{key}` has the shape {tuple(types.shape)}; it has an entry for each of the {new} new tokens, or for "
-                f"each of the {past + new} with the cached ones"
+                f"`position_ids` has the shape {tuple(positions.shape)}, the {rows} rows have {new} new tokens behind "
+                f"{past} in the cache"
             )
-        spans = image_spans(types[:, -new:])
-        cut = [b for b, row in enumerate(spans or ()) if past and row and row[0][0] == 0]
-        if cut:
-            raise LongspanError(
-                f"row {cut[0]}: the new tokens behind {past} in the cache begin with an image, and the cached part of "
-                f"an image would not have seen them; begin chunks with text, before the token that opens an image"
-            )
-        return spans and tuple(tuple((past + a, past + b) for a, b in row) for row in spans)
-
-    def _read(self, call: ForwardCall, past: int, new: int) -> int:
-        """Read padding and positions, which waits for a GPU; return the largest position."""
-        batch, tokens = call.batch, tokens_of(call.batch)
-        check_cache_position(batch.get("cache_position"), past, new)
-        self.segments, self.visible = _segments(batch.get("attention_mask"), tokens.shape[0], past + new)
-        positions = self.traits.positions(batch, past)
-        counted = positions is None and self.segments is None
-        self._set_positions(positions, call, past, new)
-        assert self.positions is not None
+        if known is not None:
+            return segments, visible, known.last_position
         largest = last = past + new - 1
         if not counted:
             rotary = rotary_positions(self.positions)
             largest, last = torch.stack([rotary.max(), rotary[..., -1].max()]).tolist()
-        all_real = self.segments is None or all(self.segments)
-        self.known = KnownTokens(past + new, self.segments, self.visible is not None, last) if all_real else None
-        return largest
-
-    def _take(self, call: ForwardCall, known: KnownTokens, past: int, new: int) -> int:
-        """Take over padding and positions of generated tokens; return the largest position."""
-        self.known, self.segments = known, known.segments
-        self.visible = VisibleKeys(call.batch["attention_mask"].bool()) if known.holes else None
-        self._set_positions(self.traits.positions(call.batch, past), call, past, new)
-        return known.last_position
-
-    def _set_positions(self, positions: Tensor | None, call: ForwardCall, past: int, new: int) -> None:
-        tokens = tokens_of(call.batch)
-        if positions is None:
-            mask = None if self.segments is None else call.batch.get("attention_mask")
-            positions = _positions(mask, past, new, tokens.device)
-        self.positions = positions = positions if positions.dim() > 1 else positions[None]
-        if positions.shape[-1] != new:
-            raise LongspanError(
-                f"`position_ids` has the shape {tuple(positions.shape)}, the {tokens.shape[0]} rows have {new} new "
-                f"tokens behind {past} in the cache"
-            )
+        if segments is None or all(segments):
+            self.known = KnownTokens(past + new, segments, visible is not None, last)
+        return segments, visible, largest
 
     def before(self, call: ForwardCall) -> None:
         assert call.cache is not None
-        batch, cache, sp = call.batch, call.cache, self.sp
-        step = cache.begin(tokens_of(batch).shape[1], self._row_starts(batch))
+        batch, cache = call.batch, call.cache
+        step = cache.begin(tokens_of(batch).shape[1], self._row_starts(call))
         cache.known = self.known
-        self.info = CachedInfo(
-            length=step.past + step.new,
-            segments=self.segments,
-            max_position=self.max_position,
-            layout=sp.layout,
-            visible=self.visible,
-            bidirectional=self.images,
-            cache=cache,
-            step=step,
-            keep=batch.get("logits_to_keep") or 0,
-        )
+        keep = batch.get("logits_to_keep") or 0
+        call.info = self.info = CachedInfo(**vars(call.info), cache=cache, step=step, keep=keep)
         parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
         parts["position_ids"] = self.positions
-        if self.traits.image_types is not None:
-            parts[self.traits.image_types] = None
-        call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
+        if call.traits.image_types is not None:
+            parts[call.traits.image_types] = None
+        call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position", WIDTH)}
         dims = {"position_ids": -1}  # they may have axes
         call.inputs |= {
-            key: shard(x, sp, dims.get(key, 1)) if step.sharded else x for key, x in parts.items() if x is not None
+            key: shard(x, call.sp, dims.get(key, 1)) if step.sharded else x for key, x in parts.items() if x is not None
         }
-        call.inputs |= {"longspan": self.info, "attention_mask": None, "cache": cache}
-        call.inputs["use_cache"] = not self.traits.own_cache
+        call.inputs |= {"attention_mask": None, "cache": cache, "use_cache": not call.traits.own_cache}
 
-    def _row_starts(self, batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+    def _row_starts(self, call: ForwardCall) -> tuple[int, ...] | None:
         """Return the first real token of each row; None for what a step of constant shapes cannot contain."""
-        ids = batch.get("input_ids")
-        if ids is None or ids.shape[1] > 1 or self.known is None or self.visible is not None:
+        ids, info = call.batch.get("input_ids"), call.info
+        if ids is None or ids.shape[1] > 1 or self.known is None or info.visible is not None:
             return None
-        return (0,) * len(ids) if self.segments is None else tuple(row[0][0] for row in self.segments)
+        return (0,) * len(ids) if info.segments is None else tuple(row[0][0] for row in info.segments)
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert call.cache is not None
@@ -179,31 +137,48 @@ class CachedTokens(Stage):
         info = self.info
         if info is None or not info.keep:
             return output
-        if self.tensor is not None:
-            hidden = self.tensor.last_tokens(output[0], info)
-        else:
-            hidden = last_tokens(output[0], info, self.sp)
+        hidden = (last_tokens if self.tensor is None else self.tensor.last_tokens)(output[0], info)
         if isinstance(output, tuple):
             return hidden, *output[1:]
         output["last_hidden_state"] = hidden
         return output
 
 
-def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
+def last_tokens(hidden: Tensor, info: CachedInfo) -> Tensor:
     """Return the hidden states of the last `info.keep` new tokens, `[B, keep, D]`, on every rank of the group.
 
     `hidden` are those of my new tokens `[B, L, D]` if they are sharded, else of all.
     """
-    step = info.step
-    if not step.sharded:
+    sp, new = info.sp, info.new
+    if not info.sharded:
         return hidden[:, -info.keep :]
     if info.keep == 1:  # one rank's token, sent once
-        owner, at = sp.layout.locate_token(step.new, step.new - 1)
+        owner, at = sp.layout.locate_token(new, new - 1)
         last = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
         assert sp.group is not None
         dist.broadcast(last, group=sp.group, group_src=owner)
         return last
-    return SelectedTokens(range(max(0, step.new - info.keep), step.new), step.new, sp).gather(hidden)
+    return SelectedTokens(range(max(0, new - info.keep), new), new, sp).gather(hidden)
+
+
+def _image_spans(batch: Mapping[str, Any], key: str | None, past: int, new: int) -> Segments | None:
+    """Return the images among the new tokens; raise if one may begin among the cached tokens."""
+    types = None if key is None else batch.get(key)
+    if types is None:
+        return None
+    if types.dim() != 2 or types.shape[1] not in (new, past + new):
+        raise LongspanError(
+            f"`{key}` has the shape {tuple(types.shape)}; it has an entry for each of the {new} new tokens, or for "
+            f"each of the {past + new} with the cached ones"
+        )
+    spans = image_spans(types[:, -new:])
+    cut = [b for b, row in enumerate(spans or ()) if past and row and row[0][0] == 0]
+    if cut:
+        raise LongspanError(
+            f"row {cut[0]}: the new tokens behind {past} in the cache begin with an image, and the cached part of "
+            f"an image would not have seen them; begin chunks with text, before the token that opens an image"
+        )
+    return spans and tuple(tuple((past + a, past + b) for a, b in row) for row in spans)
 
 
 def _refuse(batch: Mapping[str, Any]) -> None:

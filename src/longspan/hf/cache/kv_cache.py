@@ -49,6 +49,14 @@ class CachedInfo(SequenceInfo):
     keep: int  # last tokens whose logits every rank needs; 0: each rank needs those of its own tokens
 
     @property
+    def sharded(self) -> bool:  # type: ignore[override]
+        return self.step.sharded
+
+    @property
+    def new(self) -> int:
+        return self.step.new
+
+    @property
     def new_segments(self) -> Segments | None:
         """Each row's real tokens among the new ones; None if all are real."""
         if self.segments is None:

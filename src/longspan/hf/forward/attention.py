@@ -22,13 +22,12 @@ from longspan.attn.segments import chunk_segments
 from longspan.attn.shapes import Shapes
 from longspan.cache.attend import attend, first_visible_token
 from longspan.cache.latent import LatentLayer, expand
-from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
-from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.batch.shard import SequenceInfo, take_info
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.model.support import HELP
 from longspan.memory.checkpointing import LayerCall
@@ -56,9 +55,7 @@ class LayerBinding:
     """How an attention layer is sharded; its attribute `longspan_layer`."""
 
     name: str  # of the module
-    sp: SequenceSharding
     kernel: AnyKernel
-    model: object  # one for all layers of a model, so that two models called with one batch do not share plans
     memory: Memory = FASTEST
     layer_call: LayerCall | None = None  # while a checkpointed layer runs: what it saves of its attention
     choice: Choice | None = None  # the kernel of the last forward
@@ -69,17 +66,13 @@ class LayerBinding:
         """Raise if a requested kernel cannot compute a batch's mask; "auto" falls back on one that can."""
         if self.kernel == "auto":
             return
-        mask, device = _mask(MaskRequest(self.causal), info), self.sp.device
-        ring, lse = self.sp.of_width(info.layout.size).ring_size, self.memory.recompute_all_to_all
-        try:  # autocast may change the dtype, so assume one that every kernel supports
-            choose_kernel(self.kernel, KernelRequest(mask, Scores(), device, ring=ring, dtype=torch.bfloat16, lse=lse))
+        mask, sp, lse = _mask(MaskRequest(self.causal), info), info.sp, self.memory.recompute_all_to_all
+        # Autocast may change the dtype, so assume one that every kernel supports.
+        request = KernelRequest(mask, Scores(), sp.device, ring=sp.ring_size, dtype=torch.bfloat16, lse=lse)
+        try:
+            choose_kernel(self.kernel, request)
         except LongspanError as error:
             raise LongspanError(f"layer {self.name}: {error}") from error
-
-
-def no_batch(layer: LayerBinding) -> LongspanError:
-    """Return the error for an attention layer that is called without its batch."""
-    return LongspanError(f"layer {layer.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}")
 
 
 @not_compiled  # a plan is made once per batch; a compiler must not move collectives
@@ -100,9 +93,7 @@ def longspan_attention(
             f"{type(module).__name__} calls longspan's attention, but longspan.parallelize has not prepared it; pass "
             f"the model through longspan.parallelize"
         )
-    info = more.pop("longspan", None)
-    if not isinstance(info, SequenceInfo):
-        raise no_batch(layer)
+    info = take_info(layer.name, more)
     if not isinstance(attention_mask, MaskRequest):
         raise LongspanError(
             f"layer {layer.name} uses a mask of its own ({type(attention_mask).__name__}), not one from the mask "
@@ -190,14 +181,14 @@ def _plan(
     layer: LayerBinding, request: MaskRequest, info: SequenceInfo, shapes: Shapes, scores: Scores
 ) -> AttentionPlan:
     """Return the attention plan of this batch for layers of this kind, prepared by the first of them."""
-    key = layer.model, request, shapes, scores.kind
+    key = request, shapes, scores.kind
     compiling = torch.compiler.is_compiling()  # a compiler would treat the content of `prepared` as constants
     plan = None if compiling else info.prepared.get(key)
     if plan is None:
         memory = layer.memory
         plan = prepare(
             shapes,
-            layer.sp.of_width(info.layout.size),
+            info.sp,
             _mask(request, info),
             scores,
             (info.length, info.length),

@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.attn.tree import Trees, along_paths, path_lengths
 from longspan.cache.latent import latent_layer_of
-from longspan.comm.mesh import SequenceSharding
+from longspan.comm.shard import shard
 from longspan.compat.reading import attention_layers, tower_modules
 from longspan.compat.transformers_api import attention_of, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
-from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.batch.shard import SequenceInfo, rotary_positions
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import NAME, LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
@@ -38,11 +38,8 @@ class AttentionLayers(Stage):
         alone: of an elastic batch, the largest position of each kind of document and its places among my tokens.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
-    ) -> None:
-        self.name, self.layers, self.max_position = type(model).__name__, list[LayerBinding](), 0
-        self.counts_tokens = False
+    def __init__(self, model: PreTrainedModel, kernel: AnyKernel, memory: Memory = FASTEST) -> None:
+        self.layers, self.counts_tokens, self.max_position = list[LayerBinding](), False, 0
         self.ropes_of_length, self.alone = set[tuple[str, int]](), list[tuple[int, Tensor]]()
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
@@ -55,17 +52,16 @@ class AttentionLayers(Stage):
             set_attention(config, NAME)
         for config, name in plain:  # a model's config sets its tower's, too
             set_attention(config, name)
-        model_key = object()
         for path, layer in attention_layers(model).items():
-            bound = LayerBinding(path, sp, kernel, model_key, memory)
+            bound = LayerBinding(path, kernel, memory)
             bound.causal = getattr(layer, "is_causal", True)
             bound.latents = latent_layer_of(layer, getattr(layer, "config", None))
             layer.longspan_layer = bound  # type: ignore[assignment]
             self.layers.append(bound)
             if getattr(layer, "attn_temperature_tuning", False):
                 self.counts_tokens = True
-                layer.register_forward_pre_hook(_count_global_positions(sp), with_kwargs=True)
-                layer.register_forward_hook(_check_counted(path), with_kwargs=True)
+                layer.register_forward_pre_hook(_count_global_positions, with_kwargs=True)
+                layer.register_forward_hook(_check_counted, with_kwargs=True)
         for module in model.modules():
             found = ropes_of_length(module)
             if found:
@@ -76,30 +72,30 @@ class AttentionLayers(Stage):
         """Raise for documents and trees that the layers would refuse, on the ranks that have them."""
         if call.cache is not None:
             return
-        info = call.info
-        rows = info.nodes or (info.segments if call.elastic else None) or ()
+        info, name = call.info, call.traits.name
+        rows = info.nodes or (info.segments if info.elastic else None) or ()
         if self.counts_tokens and len(set(rows)) > 1:
             raise LongspanError(
-                f"{self.name} scales the tokens of all rows by one list of positions, and the documents or trees of "
+                f"{name} scales the tokens of all rows by one list of positions, and the documents or trees of "
                 f"these rows differ; give one row (longspan.pack_tree makes one)"
             )
         if info.nodes is not None:
             if not all(layer.causal for layer in self.layers):
-                raise LongspanError(f"the layers of {self.name} attend in both directions, and a tree (`tin` and "
+                raise LongspanError(f"the layers of {name} attend in both directions, and a tree (`tin` and "
                                     f"`tout`) has paths; give it each sequence by itself")  # fmt: skip
-            self._check_lengths(info.nodes)
+            self._check_lengths(name, info.nodes)
         if info.nodes or info.segments or info.visible or info.bidirectional:
             for layer in {layer.causal: layer for layer in reversed(self.layers)}.values():
                 layer.check_mask(info)
 
-    def _check_lengths(self, trees: Trees) -> None:
+    def _check_lengths(self, name: str, trees: Trees) -> None:
         """Raise for paths that would get different frequencies: they share their prefixes."""
         for kind, original in self.ropes_of_length:
             lengths = sorted(n for row in trees for n in path_lengths(row))
             low, high = lengths[0], lengths[-1]
             if high > original and (low != high if kind == "dynamic" else low <= original):
                 raise LongspanError(
-                    f"the paths of this tree have {low} to {high} tokens, and {self.name} ({kind} RoPE) gives "
+                    f"the paths of this tree have {low} to {high} tokens, and {name} ({kind} RoPE) gives "
                     f"sequences beyond its {original} original positions other frequencies, so they share no prefix; "
                     f"pack long sequences in trees of their own, or leave out shared_prefixes"
                 )
@@ -107,9 +103,9 @@ class AttentionLayers(Stage):
     def before(self, call: ForwardCall) -> None:
         self.max_position = call.info.max_position
         self.alone = []
-        if call.elastic and self.ropes_of_length:
-            assert call.info.last_positions is not None
-            last, kinds, counts = call.info.last_positions.unique(return_inverse=True, return_counts=True)
+        if call.info.elastic and self.ropes_of_length:
+            mine = shard(_last_positions(call), call.info.sp)
+            last, kinds, counts = mine.unique(return_inverse=True, return_counts=True)
             places = kinds.flatten().argsort().split(counts.tolist())
             self.alone = list(zip(last.tolist(), places, strict=True))
 
@@ -117,8 +113,8 @@ class AttentionLayers(Stage):
         bypassed = [layer.name for layer in self.layers if layer.choice is None]
         if bypassed:
             raise LongspanError(
-                f"layer {bypassed[0]} of {self.name} ({len(bypassed)} of {len(self.layers)} layers) did not call its "
-                f"attention through transformers' registry; it cannot be sharded in this version",
+                f"layer {bypassed[0]} of {call.traits.name} ({len(bypassed)} of {len(self.layers)} layers) did not "
+                f"call its attention through transformers' registry; it cannot be sharded in this version",
                 code="LS201",
             )
         return output
@@ -150,6 +146,20 @@ class AttentionLayers(Stage):
         return rotate
 
 
+def _last_positions(call: ForwardCall) -> Tensor:
+    """Return for each token the largest position of its document, int64 [B, n]; 0 for padding."""
+    info, positions = call.info, call.whole.get("position_ids")
+    if positions is None:
+        positions = torch.arange(info.length, device=info.sp.device)[None]
+    positions = rotary_positions(positions)
+    positions = (positions.amax(0) if positions.dim() == 3 else positions).expand(info.rows, -1)
+    last = torch.zeros_like(positions)
+    for b, row in enumerate(info.segments or (((0, info.length),),) * info.rows):
+        for start, stop in row:
+            last[b, start:stop] = positions[b, start:stop].max()
+    return last
+
+
 def ropes_of_length(module: nn.Module) -> set[tuple[str, int]]:
     """Return kind and original positions of a RoPE's tables whose frequencies depend on the length of the batch."""
     kinds, found = getattr(module, "rope_type", None), set[tuple[str, int]]()
@@ -177,39 +187,31 @@ class _TokensBefore:
         return key, value
 
 
-def _count_global_positions(sp: SequenceSharding) -> Callable[..., Any]:
-    """Return a hook for layers that scale queries by the token's position (Llama-4's attention temperature)."""
-
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        info = kwargs.get("longspan")
-        positions = None
-        if isinstance(info, CachedInfo):
-            if info.step.sharded:
-                positions = info.step.past + sp.positions(info.step.new)
-            elif info.step.static is not None:
-                positions = info.step.static.index
-        elif isinstance(info, SequenceInfo):
-            positions = sp.of_width(info.layout.size).positions(info.length)
-            if info.nodes is not None:
-                positions = along_paths(info.nodes, positions)[0][0]
-            elif info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
-                starts = positions.new_tensor([start for start, _ in info.segments[0]])
-                positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return args, kwargs if positions is None else {**kwargs, "cache": _TokensBefore(positions)}
-
-    return hook
+def _count_global_positions(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Hook of layers that scale queries by the token's position (Llama-4's attention temperature)."""
+    info, positions = kwargs.get("longspan"), None
+    if isinstance(info, CachedInfo):
+        if info.step.sharded:
+            positions = info.step.past + info.sp.positions(info.step.new)
+        elif info.step.static is not None:
+            positions = info.step.static.index
+    elif isinstance(info, SequenceInfo):
+        positions = info.sp.positions(info.length)
+        if info.nodes is not None:
+            positions = along_paths(info.nodes, positions)[0][0]
+        elif info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
+            starts = positions.new_tensor([start for start, _ in info.segments[0]])
+            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    return args, kwargs if positions is None else {**kwargs, "cache": _TokensBefore(positions)}
 
 
-def _check_counted(name: str) -> Callable[..., None]:
-    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tokens = kwargs.get("cache")
-        if isinstance(tokens, _TokensBefore) and not tokens.called:
-            raise LongspanError(
-                f"layer {name} did not use its cache, so it would count this rank's tokens instead of the "
-                f"whole sequence's; {HELP}"
-            )
-
-    return hook
+def _check_counted(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    tokens = kwargs.get("cache")
+    if isinstance(tokens, _TokensBefore) and not tokens.called:
+        raise LongspanError(
+            f"layer {layer.longspan_layer.name} did not use its cache, so it would count this rank's tokens instead of "
+            f"the whole sequence's; {HELP}"
+        )
 
 
 def check_positions(limit: int | None, max_position: int) -> None:

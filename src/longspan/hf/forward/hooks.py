@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.compat.torch_api import not_compiled
-from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.batch.trees import pack_batch
 from longspan.hf.cache.cached import CachedTokens
@@ -52,7 +50,7 @@ class ForwardHooks:
         traits, sp, tensor, head = state.traits, state.sp, state.tensor, state.head
         self.traits, self.sp, self.batches = traits, sp, batches
         self.options = ForwardOptions(compute_logits=compute_logits)
-        self.losses = GlobalLoss(sp, self.options)
+        self.losses = GlobalLoss(sp)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
         self.returned_tokens: tuple[int, int] | None = None  # of a whole batch's logits without a loss: mine of all
         self.model, self.shards_weights, self.replays = model, False, False
@@ -62,17 +60,14 @@ class ForwardHooks:
         self.gradients = state.gradients
         self.vision = VisionTower(model, state) if traits.encoders else None
         self.encode = None if self.vision is None else EncodePictures(self.vision)
-        self.shard = ShardBatch(traits, tensor, batches)
-        self.cached = CachedTokens(traits, sp, tensor)
+        self.shard, self.cached = ShardBatch(tensor, batches), CachedTokens(tensor)
         self.memory = state.memory
-        self.defer = DeferLogits(head, self.options)
-        self.scored = ScoredLabels(self.options)
-        pooled = PooledHead(model, traits, sp, self.losses) if traits.labels_per_row else None
-        self.held_back = pooled or HeldBackLabels(traits, self.losses)
-        self.router = RouterLoss(traits, tensor)
-        self.select = SelectLogits(traits, head)
+        self.defer, self.select, self.scored = DeferLogits(head), SelectLogits(head), ScoredLabels()
+        pooled = PooledHead(model, traits.name, self.losses) if traits.labels_per_row else None
+        self.held_back = pooled or HeldBackLabels(self.losses)
+        self.router = RouterLoss(tensor)
         self.layers, self.mixers = state.attention, state.mixers
-        self.noise, self.random = WholeNoise(sp, self.options), RandomStream(sp)
+        self.noise, self.random = WholeNoise(sp), RandomStream(sp)
 
     def stages_of(self, call: ForwardCall) -> list[Stage]:
         """Compose the stages of one forward."""
@@ -138,12 +133,13 @@ class ForwardHooks:
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
         batch = dict(kwargs)
-        call = ForwardCall(model, batch, self.sp, scored=bool(batch.pop("fused_lm_head", False)))
+        scored = bool(batch.pop("fused_lm_head", False))
+        call = ForwardCall(model, self.traits, self.options, batch, self.sp, scored)
         stages: list[Stage] = []
         problem: Exception | None = None
         try:
-            call.name_arguments(self.traits, args)
-            call.choose_width(self.traits)
+            call.name_arguments(args)
+            call.choose_width()
             if call.scored and self.options.shared_prefixes:
                 call.packed = pack_batch(call.batch)
                 call.batch = call.packed.entries
@@ -162,7 +158,8 @@ class ForwardHooks:
             raise
         for stage in stages:
             stage.before(call)
-        return (), call.inputs
+        call.whole = {}  # free it during the forward
+        return (), {**call.inputs, "longspan": call.info}
 
     @not_compiled
     def after(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
@@ -171,9 +168,8 @@ class ForwardHooks:
         call, stages = self.running
         for stage in reversed(stages):
             output = stage.after(call, output)
-        if call.cache is None and not (call.has_labels or call.scored or "longspan" in call.batch):
-            assert call.tokens is not None
-            mine, whole = call.tokens.shape[1], call.info.length
+        if call.cache is None and not (call.has_labels or call.scored):
+            mine, whole = call.info.local_length, call.info.length
             self.returned_tokens = (mine, whole) if mine != whole else None
         self._reset()
         return output
@@ -196,21 +192,11 @@ class ForwardHooks:
             if problem is not None:
                 raise problem
             return
-        batch = call.batch if call.cache is None else {**call.batch, "cache": call.cache.describe()}
-        if call.pictures is not None:
-            batch = {**batch, "pictures": call.pictures}
+        batch = {**call.batch, **call.pictures}
+        if call.cache is not None:
+            batch["cache"] = call.cache.describe()
         router_loss = call.cache is None and call.wants_router_loss
         self.batches.compare(call.model, batch, router_loss, problem, call.sp)
-
-    @contextlib.contextmanager
-    def refusing(self, batch: dict[str, Any]) -> Iterator[None]:
-        """Raise errors within this on every rank: those without one compare their batches in a forward."""
-        try:
-            yield
-        except LongspanError as error:
-            if self.batches is not None:
-                self.batches.compare(self.model, batch, False, error)
-            raise
 
     @not_compiled
     def leave_inference_mode(self, model: nn.Module, args: Any) -> None:
@@ -227,5 +213,5 @@ class ForwardHooks:
     @not_compiled
     def release_weights(self, model: nn.Module, args: Any, output: Any) -> None:
         """Behind FSDP's hooks: release weights that a forward without gradients gathered, and no backward would."""
-        if not torch.is_grad_enabled() and not self.options.return_deferred:
+        if not torch.is_grad_enabled():
             reshard(model)

@@ -16,12 +16,10 @@ from transformers.utils import ModelOutput
 
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.comm.shard import gather
 from longspan.compat.transformers_api import reads
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.batch.shard import SequenceInfo
-from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
+from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.losses.deferred_logits import DeferredLogits, Head
 
 
@@ -37,27 +35,20 @@ def head_of(model: PreTrainedModel) -> Head | None:
 class DeferLogits(Stage):
     """Compute no logits if the loss is all that is needed: the head then returns `DeferredLogits`."""
 
-    def __init__(self, head: Head | None, options: ForwardOptions) -> None:
-        self.head, self.options = head, options
+    def __init__(self, head: Head | None) -> None:
+        self.head = head
 
     def reset(self) -> None:
         if self.head is not None:
             self.head.defer_next = False
 
-    def check(self, call: ForwardCall) -> None:
-        call.has_labels = call.inputs.get("labels") is not None
-
-    def _loss_suffices(self, call: ForwardCall) -> bool:
-        options = self.options
-        return call.has_labels and (options.loss_only or (call.model.training and not options.compute_logits))
-
     def before(self, call: ForwardCall) -> None:
         if self.head is not None:
-            self.head.defer_next = self.options.return_deferred or call.scored or self._loss_suffices(call)
+            options = call.options
+            suffices = options.loss_only or (call.model.training and not options.compute_logits)
+            self.head.defer_next = call.scored or (call.has_labels and suffices)
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        if self.options.return_deferred:
-            return output
         if isinstance(output, tuple):
             return tuple(value for value in output if not isinstance(value, DeferredLogits))
         if not isinstance(output, ModelOutput) or not isinstance(output.get("logits"), DeferredLogits):
@@ -69,8 +60,8 @@ class DeferLogits(Stage):
 class SelectLogits(Stage):
     """`logits_to_keep`: run the head on selected tokens only, and return their logits on every rank."""
 
-    def __init__(self, traits: ModelTraits, head: Head | None) -> None:
-        self.traits, self.head = traits, head
+    def __init__(self, head: Head | None) -> None:
+        self.head = head
         self.selected: SelectedTokens | None = None
         self.hooked = False
 
@@ -81,8 +72,8 @@ class SelectLogits(Stage):
         keep = call.batch.get("logits_to_keep")
         if keep is None or (isinstance(keep, int) and keep == 0):
             return
-        if self.head is None or not self.traits.accepts("logits_to_keep"):
-            raise LongspanError(f"{self.traits.name} takes no logits_to_keep; leave it out")
+        if self.head is None or not call.traits.accepts("logits_to_keep"):
+            raise LongspanError(f"{call.traits.name} takes no logits_to_keep; leave it out")
         positions = (
             isinstance(keep, Tensor) and keep.dim() == 1 and len(keep) and keep.dtype in (torch.int64, torch.int32)
         )
@@ -116,11 +107,6 @@ def _selected(keep: int | Tensor, n: int) -> Sequence[int]:
     if outside is not None:
         raise LongspanError(f"`logits_to_keep` holds {outside}, the sequence has {n} tokens: {-n} to {n - 1}")
     return [i % n for i in positions]
-
-
-def gather_tokens(x_BL: Tensor, sp: SequenceSharding, info: SequenceInfo) -> Tensor:
-    """Return `[B, n, ...]` of all tokens, on every rank."""
-    return gather(x_BL, sp, 1, info.length)
 
 
 class SelectedTokens:

@@ -15,13 +15,9 @@ from transformers.utils import ModelOutput
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
-from longspan.hf.batch.shard import check_batch, cut_batch, shard_batch, sharding_of
-from longspan.hf.batch.trees import pack_batch
-from longspan.hf.forward.logits import gather_tokens
-from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
-from longspan.hf.model.vision import PICTURE_KEYS
+from longspan.hf.batch.shard import check_batch, has_labels
+from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.state import state_of
-from longspan.hf.weights.fsdp import reshard
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import EXTRAS, logprobs_of, uniform_logprobs
@@ -69,48 +65,37 @@ def token_logprobs(
         LongspanError: for a model that is not parallelized or has no head, a temperature of 0 or less, or a batch that
             the model's forward refuses.
     """
-    state = state_of(model)
-    forward = state.forward
+    options = state_of(model).forward.options
     check_number("temperature", temperature, 1e-6, 1e6)
-    given = dict(batch)
-    if shared_prefixes:
-        if not gather:
-            raise LongspanError("shared_prefixes=True returns the rows' results, which needs gather=True")
-        with forward.refusing(given):
-            packed = pack_batch({"labels": given.get("input_ids"), **given})
-        found = token_logprobs(model, packed.entries, temperature=temperature, entropy=entropy, top1=top1, gather=True)
-        return tuple(map(packed.unpack, found)) if entropy or top1 else packed.unpack(found)
-    with forward.refusing(given):
-        if "longspan" not in given and given.get("labels") is None and given.get("shift_labels") is None:
-            if given.get("input_ids") is None:
-                raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
-            given["labels"] = given["input_ids"]
-        sp, shift = sharding_of(given, state.sp), not forward.traits.labels_per_token
-        if forward.traits.encoders and "longspan" not in given:  # the model needs the whole batch to place pictures
-            cut = cut_batch({k: x for k, x in given.items() if k not in PICTURE_KEYS}, state.sp, shift=shift)
-            inputs = {key: value for key, value in given.items() if key not in ("labels", "shift_labels")}
-            labels = cut.pop("labels")
-        else:
-            inputs = cut = shard_batch(given, state.sp, shift=shift)
-            labels = cut.pop("labels", None)
-        if labels is None:
-            raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
-    with forward.options.during(return_deferred=True):
-        logits = model(**inputs).logits
-    scores = _scores(model, logits, labels, temperature, entropy, ("is_top1",) if top1 else ())
-    if not torch.is_grad_enabled():
-        reshard(model)
-    if gather:
-        scores = tuple(gather_tokens(x, sp, cut["longspan"]) for x in scores)
-    return scores if entropy or top1 else scores[0]
+    if shared_prefixes and not gather:
+        raise LongspanError("shared_prefixes=True returns the rows' results, which needs gather=True")
+    extras = ("is_top1",) if top1 else ()
+
+    def score(call: ForwardCall, logits: Any, labels: Tensor) -> Any:
+        scores = _scores(call, logits, labels, temperature, entropy, extras)
+        if gather:
+            scores = tuple(_gathered(call, x).clone() for x in scores)
+        return scores if entropy or top1 else scores[0]
+
+    whole = {key: value for key, value in batch.items() if key != "loss_weights"}  # no mean is computed
+    if not has_labels(whole):
+        whole["labels"] = whole.get("input_ids")
+    with options.during(score=score, shared_prefixes=shared_prefixes):
+        return model(**whole, fused_lm_head=True)
 
 
 def _scores(
-    model: nn.Module, logits: Any, labels: Tensor, temperature: float, entropy: bool, extras: tuple[str, ...]
+    call: ForwardCall, logits: Any, labels: Tensor, temperature: float, entropy: bool, extras: tuple[str, ...]
 ) -> tuple[Tensor, ...]:
     if not isinstance(logits, DeferredLogits):
-        raise LongspanError(f"{state_of(model).traits.name} does not call its head as transformers' models do")
+        raise LongspanError(f"{call.traits.name} does not call its head as transformers' models do")
     return logprobs_of(logits if temperature == 1 else logits / temperature, labels, entropy, extras)
+
+
+def _gathered(call: ForwardCall, x_BL: Tensor) -> Tensor:
+    """Return `[B, n]` of all tokens, in the rows that the caller gave."""
+    whole = call.info.gather(x_BL)
+    return whole if call.packed is None else call.packed.unpack(whole)
 
 
 @dataclass
@@ -120,7 +105,7 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
     Attributes:
         loss: minus the mean of `log_probs` over this replica's labelled tokens.
         log_probs: log p(next token).
-        entropy: of the prediction, in nats; has a gradient if `ForwardOptions.entropy_grad`.
+        entropy: of the prediction, in nats; has a gradient with `entropy_grad`.
         is_top1, mean_logits, log_sum_sq_probs: see `longspan.losses.logprobs.EXTRAS`; no gradient.
         label_mask: whether the next token is labelled.
         aux_loss: a mixture of experts' load-balancing loss, if requested.
@@ -140,36 +125,51 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
 class ScoredLabels(Stage):
     """`fused_lm_head=True`: return the labels' log-probabilities in place of logits."""
 
-    def __init__(self, options: ForwardOptions) -> None:
-        self.options = options
-        self.labels: Tensor | None = None
+    labels: Tensor | None = None
 
     def reset(self) -> None:
         self.labels = None
 
+    def check(self, call: ForwardCall) -> None:
+        if call.traits.labels_per_row:
+            raise LongspanError(f"{call.traits.name} labels rows: there are no log-probabilities of tokens")
+        if not call.has_labels:
+            raise LongspanError("log-probabilities are those of labels, and the batch has no labels; give them")
+
     def before(self, call: ForwardCall) -> None:
         call.inputs.pop("num_items_in_batch", None)
-        self.labels = call.inputs.pop("labels", None)
-        if self.labels is None:
-            raise LongspanError("fused_lm_head=True asks for the log-probabilities of labels, and there are none")
+        self.labels = call.inputs.pop("labels")
+        call.inputs["return_dict"] = True
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert self.labels is not None
-        logits, options = output["logits"], self.options
-        extras = tuple(name for name in EXTRAS if not (options.entropy_grad and name == "entropy"))
-        names = ("log_probs", *(["entropy"] if options.entropy_grad else []), *extras, "label_mask")
-        labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
-        if options.uniform_gradient and torch.is_grad_enabled() and isinstance(logits, DeferredLogits):
-            names, scored = ("log_probs", "entropy", "is_top1", "label_mask"), uniform_logprobs(logits, self.labels)
-        else:
-            scored = _scores(call.model, logits, self.labels, options.temperature, options.entropy_grad, extras)
-        call.note_token_losses(options, -scored[0], self.labels)
-        mine = (*scored, labelled)
-        scores: dict[str, Any] = {}
-        for name, x in zip(names, mine, strict=True):
-            whole = gather_tokens(x, call.sp, call.info)
-            # Copied: FSDP's hook on an output that is a view would be lost with an operation in place.
-            scores[name] = (whole if call.packed is None else call.packed.unpack(whole))[:, :-1].clone()
-        scores |= {name: scores[name].bool() for name in ("is_top1", "label_mask")}
-        loss = -scores["log_probs"].sum() / scores["label_mask"].sum().clamp(min=1)
-        return ScoredOutput(loss=loss, **scores, aux_loss=call.router_loss)
+        return (call.options.score or score_for_trl)(call, output["logits"], self.labels)
+
+
+def score_for_trl(
+    call: ForwardCall,
+    logits: Any,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    uniform_gradient: bool = False,
+) -> ScoredOutput:
+    """Return what TRL's fused head returns, for the rows of this replica.
+
+    `temperature` divides the logits; with `entropy_grad` entropies have a gradient; with `uniform_gradient` the loss is
+    a multiple of the sum of log-probabilities.
+    """
+    extras = tuple(name for name in EXTRAS if not (entropy_grad and name == "entropy"))
+    names = ("log_probs", *(["entropy"] if entropy_grad else []), *extras, "label_mask")
+    if uniform_gradient and torch.is_grad_enabled() and isinstance(logits, DeferredLogits):
+        names, scored = ("log_probs", "entropy", "is_top1", "label_mask"), uniform_logprobs(logits, labels)
+    else:
+        scored = _scores(call, logits, labels, temperature, entropy_grad, extras)
+    call.note_token_losses(-scored[0], labels)
+    # Copied: FSDP's hook on an output that is a view would be lost with an operation in place.
+    mine = (*scored, (labels != IGNORE).to(scored[0].dtype))
+    scores = {name: _gathered(call, x)[:, :-1].clone() for name, x in zip(names, mine, strict=True)}
+    scores |= {name: scores[name].bool() for name in ("is_top1", "label_mask")}
+    loss = -scores["log_probs"].sum() / scores["label_mask"].sum().clamp(min=1)
+    return ScoredOutput(loss=loss, **scores, aux_loss=call.router_loss)

@@ -29,8 +29,7 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.hf.batch.shard import SequenceInfo, real_tokens
-from longspan.hf.forward.logits import gather_tokens
-from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
+from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import HELP, no_router_loss
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits
@@ -85,8 +84,7 @@ def causal_lm_loss(
         check_labels("shifted_labels", shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
-    losses = GlobalLoss(sp, ForwardOptions())
-    return losses.of_tokens(logits, shifted_labels, num_items_in_batch, LossTerms(label_smoothing, z_loss))
+    return GlobalLoss(sp).of_tokens(logits, shifted_labels, num_items_in_batch, LossTerms(label_smoothing, z_loss))
 
 
 def problem_of(config: Any, labels: Tensor) -> str:
@@ -113,8 +111,8 @@ def check_labels(name: str, labels: Tensor, size: int, kind: str = "vocabulary h
 class GlobalLoss:
     """Mean losses over the global batch, equal on every rank."""
 
-    def __init__(self, sp: SequenceSharding, options: ForwardOptions) -> None:
-        self.sp, self.options = sp, options
+    def __init__(self, sp: SequenceSharding) -> None:
+        self.sp = sp
         self.computed = 0  # losses so far; a trainer reads whether a forward added one
         self.share = torch.ones(())  # counted tokens of the last loss, over the number by which it was divided
 
@@ -138,12 +136,13 @@ class GlobalLoss:
         loss = self._mean(loss_sum(logits, labels, terms, weights), count.sum(), items)
         return loss.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def of_rows(self, logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    def of_rows(self, logits: Tensor, labels: Tensor, config: Any, rows: int | None) -> Tensor:
         """Return the loss of a sequence classifier over all rows of the global batch.
 
-        `logits` `[B, labels]` of this replica's rows are equal on the ranks of its sequence group.
+        `logits` `[B, labels]` of this replica's rows, of which the first `rows` count, are equal on the ranks of its
+        sequence group.
         """
-        dtype, rows = torch.promote_types(logits.dtype, torch.float32), self.options.rows
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         problem = problem_of(config, labels)
         logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
         if problem == "single_label_classification":
@@ -154,10 +153,6 @@ class GlobalLoss:
             total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
             count = torch.tensor(logits_BC.numel(), device=logits.device)
         return self._mean(total, count).to(dtype)
-
-    def share_of(self, loss: Tensor, items: Any) -> Tensor:
-        """Return a loss for a caller that multiplies it by the replicas if it gave `items`, as a Trainer does."""
-        return loss if items is None or self.options.replicas == 1 else loss / self.options.replicas
 
     def _mean(self, total: Tensor, count: Tensor, items: Tensor | int | None = None) -> Tensor:
         """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce.
@@ -205,34 +200,36 @@ class HeldBackLabels(Stage):
     The model returns a `ModelOutput`, which becomes a tuple again if the caller asked for one.
     """
 
-    def __init__(self, traits: ModelTraits, losses: GlobalLoss) -> None:
-        self.traits, self.losses = traits, losses
+    def __init__(self, losses: GlobalLoss) -> None:
+        self.losses = losses
         self.labels: Tensor | None = None
+        self.weights: Tensor | None = None  # of my labels in the loss, `[B, L]`
         self.items: Any = None
         self.as_tuple = False
 
     def reset(self) -> None:
-        self.labels = self.items = None
+        self.labels = self.weights = self.items = None
 
     def check(self, call: ForwardCall) -> None:
         """Raise for labels from which the model's own forward would compute another loss."""
-        if call.inputs.get("labels") is None:
+        if not call.has_labels:
             return
-        known = self.traits.labels_per_token or call.model.can_generate()
+        known = call.traits.labels_per_token or call.model.can_generate()
         if not known or computes_own_loss(type(call.model).forward):
             raise LongspanError(
-                f"{self.traits.name} computes a loss of its own from labels, which would be that of one rank's tokens; "
+                f"{call.traits.name} computes a loss of its own from labels, which would be that of one rank's tokens; "
                 f"leave `labels` out, and compute the loss from its outputs"
             )
         if getattr(call.model.config, "z_loss_coefficient", 0):
             raise LongspanError(
-                f"{self.traits.name} adds a term of its own, the z-loss, to the loss of its tokens; set "
+                f"{call.traits.name} adds a term of its own, the z-loss, to the loss of its tokens; set "
                 f"config.z_loss_coefficient = 0"
             )
 
     def before(self, call: ForwardCall) -> None:
         inputs = call.inputs
-        self.labels, self.items = inputs.pop("labels", None), inputs.pop("num_items_in_batch", None)
+        self.labels, self.weights = inputs.pop("labels", None), inputs.pop("loss_weights", None)
+        self.items = inputs.pop("num_items_in_batch", None)
         return_dict = inputs.pop("return_dict", None)
         self.as_tuple = not (getattr(call.model.config, "return_dict", True) if return_dict is None else return_dict)
         inputs["return_dict"] = True
@@ -243,18 +240,19 @@ class HeldBackLabels(Stage):
             losses["loss"] = self.loss(call, output["logits"], self.labels)
             if call.router_loss is not None:
                 # Rounds of an elastic batch share its router loss by their labels, so that it counts once.
-                share = self.losses.share if call.elastic else 1
+                share = self.losses.share if call.info.elastic else 1
                 losses["loss"] = losses["loss"] + share * call.model.router_aux_loss_coef * call.router_loss
-            losses["loss"] = self.losses.share_of(losses["loss"], self.items)
+            if self.items is not None and call.options.replicas > 1:
+                losses["loss"] = losses["loss"] / call.options.replicas
         if losses:
             output = type(output)(**{**output, **losses})  # a new output: the order of its entries counts
         return output.to_tuple() if self.as_tuple else output
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
         """Return the mean of the global batch; `labels` are shifted already."""
-        if self.losses.options.token_losses is not None and isinstance(logits, DeferredLogits):
-            call.note_token_losses(self.losses.options, -logprobs_of(logits, labels)[0], labels)
-        return self.losses.of_tokens(logits, labels, self.items, weights=call.info.weights)
+        if call.options.token_losses is not None and isinstance(logits, DeferredLogits):
+            call.note_token_losses(-logprobs_of(logits, labels)[0], labels)
+        return self.losses.of_tokens(logits, labels, self.items, weights=self.weights)
 
 
 class PooledHead(HeldBackLabels):
@@ -266,9 +264,9 @@ class PooledHead(HeldBackLabels):
     `num_items_in_batch`.
     """
 
-    def __init__(self, model: PreTrainedModel, traits: ModelTraits, sp: SequenceSharding, losses: GlobalLoss) -> None:
-        super().__init__(traits, losses)
-        self.name, self.sp, self.config = traits.name, sp, model.config
+    def __init__(self, model: PreTrainedModel, name: str, losses: GlobalLoss) -> None:
+        super().__init__(losses)
+        self.name, self.config = name, model.config
         self.ids: Tensor | None = None  # of my tokens, until the base model takes them
         self.info: SequenceInfo | None = None
         base: Any = model.base_model
@@ -303,17 +301,12 @@ class PooledHead(HeldBackLabels):
 
     def before(self, call: ForwardCall) -> None:
         super().before(call)
-        self.info, self.ids = call.info, call.inputs.get("input_ids")
-        if self.ids is None:
-            return
-        ids = call.batch["input_ids"]
-        if "longspan" in call.batch:  # sharded by `longspan.shard_batch`
-            with torch.no_grad():
-                ids = self.sp.gather(ids, dim=1, length=call.info.length)
-        call.inputs["input_ids"] = ids
+        self.labels, self.info, self.ids = call.batch.get("labels"), call.info, call.inputs.get("input_ids")
+        if self.ids is not None:
+            call.inputs["input_ids"] = call.batch["input_ids"]
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
-        return self.losses.of_rows(logits, labels, call.model.config)
+        return self.losses.of_rows(logits, labels, call.model.config, call.options.rows)
 
     def _pass_my_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ids is not None:
@@ -333,31 +326,31 @@ class PooledHead(HeldBackLabels):
                 f"{self.name} calls its head with {tuple(args[0].shape)}, not every token: it pools hidden states; "
                 f"{HELP}"
             )
-        return gather_tokens(output, self.sp, self.info)
+        return self.info.gather(output)
 
 
 class RouterLoss(Stage):
     """Compute a mixture of experts' load-balancing loss over all tokens of the global batch."""
 
-    def __init__(self, traits: ModelTraits, tensor: TensorParallel | None) -> None:
-        self.traits, self.tensor = traits, tensor
+    def __init__(self, tensor: TensorParallel | None) -> None:
+        self.tensor = tensor
 
     def check(self, call: ForwardCall) -> None:
-        if self.traits.top_k is None:
-            raise LongspanError(no_router_loss(self.traits.name))
+        if call.traits.top_k is None:
+            raise LongspanError(no_router_loss(call.traits.name))
 
     def before(self, call: ForwardCall) -> None:
         call.inputs["return_dict"] = True
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        assert call.tokens is not None and self.traits.top_k is not None
+        assert call.traits.top_k is not None
         logits = output["router_logits"]
         if output["logits"].requires_grad and not any(x.requires_grad for x in logits):
             raise LongspanError(
                 "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
                 'checkpointing loses it; pass {"use_reentrant": False}'
             )
-        real_BL = real_tokens(call.info, call.sp, len(call.tokens), call.tokens.device)
+        real_BL = real_tokens(call.info)
         routed = real_BL if self.tensor is None else self.tensor.my_rows(real_BL)
-        call.router_loss = load_balancing_loss(logits, self.traits.top_k, call.sp, routed)
+        call.router_loss = load_balancing_loss(logits, call.traits.top_k, call.sp, routed)
         return output

@@ -27,7 +27,7 @@ from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import forward_with, mixer_functions
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
-from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.batch.shard import SequenceInfo, carry_info, take_info
 from longspan.hf.cache.kv_cache import CachedInfo, ShardedCache
 from longspan.hf.forward.mixer_functions import REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
@@ -40,29 +40,30 @@ from longspan.mixers.state_passing import pass_states
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from longspan.comm.mesh import SequenceSharding
-
 
 class MixerLayers(Stage):
     """The recurrent layers and short convolutions of a model; raise if one was bypassed."""
 
-    def __init__(self, model: PreTrainedModel, sp: SequenceSharding) -> None:
-        self.name = type(model).__name__
+    def __init__(self, model: PreTrainedModel) -> None:
         self.info: SequenceInfo | None = None  # for models that do not pass on keyword arguments (Mamba)
-        self.layers = [MixerBinding(path, module, sp) for path, module in mixer_layers(model).items()]
+        self.layers = [MixerBinding(path, module) for path, module in mixer_layers(model).items()]
+
+        def carry(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, carry_info(kwargs, self.info)
+
         for layer in decoder_layers(model):
             if mixer_layers(layer) and not attention_layers(layer):
-                layer.register_forward_pre_hook(self._carry, with_kwargs=True)
+                layer.register_forward_pre_hook(carry, with_kwargs=True)
 
     def check(self, call: ForwardCall) -> None:
         if self.layers and call.cache is None and call.info.nodes is not None:
             raise LongspanError(
-                f"the recurrent layers of {self.name} ({self.layers[0].name}, ...) read tokens one after the other, "
-                f"and a tree (`tin` and `tout`) has several tokens after one; give each sequence by itself"
+                f"the recurrent layers of {call.traits.name} ({self.layers[0].name}, ...) read tokens one after the "
+                f"other, and a tree (`tin` and `tout`) has several tokens after one; give each sequence by itself"
             )
-        if self.layers and call.has_holes:
+        if self.layers and call.info.visible is not None:
             raise LongspanError(
-                f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "
+                f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {call.traits.name} "
                 f"({self.layers[0].name}, ...) would read those tokens; move padding to the ends of the rows"
             )
 
@@ -73,28 +74,20 @@ class MixerLayers(Stage):
         bypassed = [layer for layer in self.layers if layer.missing]
         if bypassed:
             raise LongspanError(
-                f"layer {bypassed[0].name} of {self.name} ({len(bypassed)} of {len(self.layers)} layers) did not call "
-                f"{', '.join(sorted(bypassed[0].missing))}; {HELP}"
+                f"layer {bypassed[0].name} of {call.traits.name} ({len(bypassed)} of {len(self.layers)} layers) did "
+                f"not call {', '.join(sorted(bypassed[0].missing))}; {HELP}"
             )
         return output
 
     def reset(self) -> None:
         self.info = None
 
-    def _carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass the batch's facts to a layer's mixer, in place of the mask, which is None or all ones here.
-
-        Some layers drop keyword arguments, and all pass on the mask. A checkpoint of the layer saves it, too.
-        """
-        info = kwargs.get("longspan", self.info)
-        return args, kwargs if info is None or "attention_mask" not in kwargs else {**kwargs, "attention_mask": info}
-
 
 class MixerBinding:
     """Replaces the `forward` of a recurrent layer or short convolution."""
 
-    def __init__(self, name: str, module: nn.Module, sp: SequenceSharding) -> None:
-        self.name, self.widest = name, sp
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
         # Of the call in progress, with which it arrives: a checkpoint may run a layer after the next batch has started.
         self.info: SequenceInfo | None = None
         self.cached: RecurrentLayer | None = None  # the layer's state, in a forward with a cache
@@ -124,15 +117,7 @@ class MixerBinding:
         )
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        info = kwargs.pop("longspan", None)
-        for name, value in kwargs.items():
-            if isinstance(value, SequenceInfo):
-                info, kwargs[name] = value, None
-        if not isinstance(info, SequenceInfo):
-            raise LongspanError(
-                f"layer {self.name} was called without the keyword arguments of the model's forward, so it does not "
-                f"know its batch; {HELP}"
-            )
+        info = take_info(self.name, kwargs)
         outer, self.info, self.calls = (self.info, self.cached), info, Counter()
         if isinstance(info, CachedInfo):
             self.cached = cached = info.cache.recurrent_layer(self.name)
@@ -152,32 +137,19 @@ class MixerBinding:
         return self.wanted - self.calls.keys()
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the tokens of the call in progress are sharded; every rank computes a few new tokens."""
-        return not isinstance(self.info, CachedInfo) or self.info.step.sharded
-
-    @property
-    def sp(self) -> SequenceSharding:
-        """The sharding of the call in progress."""
-        assert self.info is not None
-        return self.widest.of_width(self.info.layout.size)
-
-    @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that share the tokens of the call in progress; None for one."""
-        return self.sp.group if self.sp.size > 1 and self.is_sharded else None
+        assert self.info is not None
+        return self.info.sp.group if self.info.sp.size > 1 and self.info.sharded else None
 
     def table(self, batch: int) -> FragmentTable:
         """Return my fragments of the batch, made once per batch: thousands of documents are not hashed per layer."""
         info = self.info
         assert info is not None
-        key = "fragments", self.sp.layout, self.sp.rank, batch
+        key = "fragments", batch
         if key not in info.prepared:
-            length, segments = info.length, info.segments
-            if isinstance(info, CachedInfo):
-                length, segments = info.step.new, info.new_segments
-            layout, rank = (self.sp.layout, self.sp.rank) if self.is_sharded else (Layout(), 0)
-            info.prepared[key] = fragment_table(layout, rank, length, batch, segments)
+            layout, rank = (info.sp.layout, info.sp.rank) if info.sharded else (Layout(), 0)
+            info.prepared[key] = fragment_table(layout, rank, info.new, batch, info.new_segments)
         table: FragmentTable = info.prepared[key]
         return table
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
+from longspan.hf.forward.stage import ForwardCall, Stage
 
 
 class RandomStream(Stage):
@@ -68,8 +68,8 @@ class WholeNoise(Stage):
     transformers' hook on the embedding sees this rank's tokens, so it gets a smaller alpha during the forward.
     """
 
-    def __init__(self, sp: SequenceSharding, options: ForwardOptions) -> None:
-        self.sp, self.options = sp, options
+    def __init__(self, sp: SequenceSharding) -> None:
+        self.sp = sp
         self.scaled: tuple[Any, float] | None = None  # the embedding, and its alpha
 
     def check(self, call: ForwardCall) -> None:
@@ -85,10 +85,9 @@ class WholeNoise(Stage):
         alpha = getattr(embedding, "neftune_noise_alpha", None)
         if alpha is None or not call.model.training:
             return
-        assert call.tokens is not None
         whole = call.info.length if call.packed is None else call.packed.at.shape[1]
         self.scaled = embedding, alpha
-        embedding.neftune_noise_alpha = alpha * (call.tokens.shape[1] / (self.options.noise_tokens or whole)) ** 0.5
+        embedding.neftune_noise_alpha = alpha * (call.info.local_length / (call.options.noise_tokens or whole)) ** 0.5
 
     def reset(self) -> None:
         if self.scaled is not None:

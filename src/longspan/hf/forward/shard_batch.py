@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.comm.consistency import is_on_cpu
-from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import count_mask
 from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.batch.documents import tokens_of
-from longspan.hf.batch.shard import SequenceInfo, cut_batch, fill_padding
+from longspan.hf.batch.shard import cut_batch, fill_padding, read_batch
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import check_labels, problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
@@ -29,41 +28,52 @@ if TYPE_CHECKING:
 
 
 class ShardBatch(Stage):
-    """Shard the batch, unless `longspan.shard_batch` has; raise for what cannot be sharded and ids outside the model's
-    tables.
+    """Shard the batch; raise for what cannot be sharded and ids outside the model's tables.
 
     `batches` decides whether this forward may wait for the GPU.
     """
 
-    def __init__(self, traits: ModelTraits, tensor: TensorParallel | None, batches: BatchCheck | None) -> None:
-        self.traits, self.tensor, self.batches = traits, tensor, batches
+    def __init__(self, tensor: TensorParallel | None, batches: BatchCheck | None) -> None:
+        self.tensor, self.batches = tensor, batches
 
     def check(self, call: ForwardCall) -> None:
-        _refuse_arguments(call.batch, self.traits)
+        batch, traits = call.batch, call.traits
+        _refuse_arguments(batch, traits)
         if call.model.training:
-            refuse_dropout(self.traits.dropout)
-        if is_on_cpu(call.batch) or (self.batches is not None and self.batches.thorough):
-            check_ids(call.model, call.batch, self.traits)
-            self._check_labels(call.model, call.batch)
-        if "longspan" in call.batch:
-            self._check_sharded(call.batch, call.sp)
-            call.inputs = {key: value for key, value in call.batch.items() if key != self.traits.image_types}
-        else:
-            call.inputs = self._shard(call)
+            refuse_dropout(traits.dropout)
+        if is_on_cpu(batch) or (self.batches is not None and self.batches.thorough):
+            check_ids(call.model, batch, traits)
+            _check_labels(call)
+        self._read(call)
         if call.info.nodes is not None:
-            self._check_trees(call)
-        if call.info.weights is not None and (self.traits.labels_per_row or call.scored):
-            what = "the fused head of TRL" if call.scored else f"{self.traits.name}, which labels rows,"
+            _check_trees(call)
+        if "loss_weights" in call.whole and (traits.labels_per_row or call.scored):
+            what = "the fused head of TRL" if call.scored else f"{traits.name}, which labels rows,"
             raise LongspanError(f"{what} takes no `loss_weights`; leave them out")
-        call.segments, call.has_holes = call.info.segments, call.info.visible is not None
         check_positions(position_range(call.model.config), call.info.max_position)
-        call.tokens = tokens_of(call.inputs)
+
+    def _read(self, call: ForwardCall) -> None:
+        """Read the facts of the batch; labels of rows and pictures are not sharded by tokens."""
+        traits = call.traits
+        positions = traits.positions(call.batch)
+        if positions is not None and positions.dim() > 2 and not traits.rotary_3d:
+            raise LongspanError(
+                f"`position_ids` has the shape {tuple(positions.shape)}, and {traits.name} takes one position per "
+                f"token: [rows, tokens]"
+            )
+        others = (*(PICTURE_KEYS if traits.encoders else ()), *(("labels",) if traits.labels_per_row else ()))
+        batch = {key: value for key, value in call.batch.items() if key not in others}
+        call.whole, call.info = read_batch(batch, call.sp, shift=not traits.labels_per_token, own_positions=positions)
+        types = call.whole.pop(traits.image_types or "", None)
+        if types is not None:
+            call.info = dataclasses.replace(call.info, bidirectional=image_spans(types))
 
     def before(self, call: ForwardCall) -> None:
-        inputs = call.inputs
+        call.inputs = inputs = cut_batch(call.whole, call.info)
         if torch.is_grad_enabled():
-            fill_padding(inputs, call.sp, None if self.traits.labels_per_row else inputs.get("labels"))
-        call.tokens = tokens = tokens_of(inputs)
+            shift = not call.traits.labels_per_token
+            call.info = fill_padding(inputs, call.whole, call.info, call.traits.placeholders, shift=shift)
+        tokens = tokens_of(inputs)
         # A mask of ones: transformers then does not look for packed documents in these positions. Padding and
         # documents are in `call.info`.
         rows, length = tokens.shape[:2]
@@ -72,92 +82,38 @@ class ShardBatch(Stage):
         inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
         inputs["use_cache"] = False
 
-    def _shard(self, call: ForwardCall) -> dict[str, Any]:
-        batch = call.batch
-        positions = self.traits.positions(batch)
-        if positions is not None and positions.dim() > 2 and not self.traits.rotary_3d:
-            raise LongspanError(
-                f"`position_ids` has the shape {tuple(positions.shape)}, and {self.traits.name} takes one position per "
-                f"token: [rows, tokens]"
-            )
-        if self.traits.encoders:
-            batch = {key: value for key, value in batch.items() if key not in PICTURE_KEYS}
-        if not self.traits.labels_per_row:
-            cut = cut_batch(
-                batch, call.sp, shift=not self.traits.labels_per_token, own_positions=positions,
-                placeholders=self.traits.placeholders, elastic=call.elastic,
-            )  # fmt: skip
-            key = self.traits.image_types
-            if key is not None and batch.get(key) is not None:
-                types = batch[key]
-                del cut[key]
-                cut["longspan"] = dataclasses.replace(cut["longspan"], bidirectional=image_spans(types))
-            return cut
-        labels = batch.get("labels")
-        tokens = {key: value for key, value in batch.items() if key != "labels"}
-        return cut_batch(tokens, call.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
 
-    def _check_sharded(self, batch: Mapping[str, Any], sp: SequenceSharding) -> None:
-        info, own, name = batch["longspan"], self.traits.own_positions, self.traits.name
-        unshifted = self.traits.labels_per_token
-        types = None if self.traits.image_types is None else batch.get(self.traits.image_types)
-        if types is not None and bool((types == 1).any()):
+def _check_trees(call: ForwardCall) -> None:
+    """Raise for models that depend on the order of tokens in other ways than attention's mask and positions."""
+    traits = call.traits
+    refused = {
+        "is no causal language model": traits.labels_per_token or traits.labels_per_row,
+        "takes pictures": bool(traits.encoders),
+        "computes position ids from its tokens": traits.own_positions not in (None, count_mask),
+        "adds a router loss, which would count shared tokens once (set output_router_logits=False)": (
+            call.wants_router_loss
+        ),
+    }
+    for why, applies in refused.items():
+        if applies:
             raise LongspanError(
-                f"`{self.traits.image_types}` marks tokens of images, which longspan.shard_batch has cut; give the "
-                f"model the whole batch"
-            )
-        if not isinstance(info, SequenceInfo):
-            raise LongspanError(
-                f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
-            )
-        if info.layout != sp.layout:
-            raise LongspanError(
-                f"this batch was sharded with {info.layout}, the model with {sp.layout}; give "
-                "longspan.shard_batch the sharding of the model"
-            )
-        if self.traits.rotary_3d:  # a batch without pictures, as all that are sharded: its tokens count
-            own = None
-        if info.counted and own is not None and (own is not count_mask or info.segments is not None):
-            raise LongspanError(
-                f"{name} computes position ids from its tokens or mask, but this batch was sharded without them; "
-                "give longspan.shard_batch the position_ids"
-            )
-        if batch.get("labels") is not None and info.shifted == unshifted and not self.traits.labels_per_row:
-            kind = "model of each token, whose labels are not" if unshifted else "causal LM, whose labels are"
-            raise LongspanError(
-                f"{name} is a {kind} shifted; shard its batches with longspan.shard_batch(batch, sp, "
-                f"shift={not unshifted})"
+                f"{traits.name} {why}: it cannot take trees (`tin` and `tout`); give it each sequence by itself"
             )
 
-    def _check_trees(self, call: ForwardCall) -> None:
-        """Raise for models that depend on the order of tokens in other ways than attention's mask and positions."""
-        traits = self.traits
-        refused = {
-            "is no causal language model": traits.labels_per_token or traits.labels_per_row,
-            "takes pictures": bool(traits.encoders),
-            "computes position ids from its tokens": traits.own_positions not in (None, count_mask),
-            "adds a router loss, which would count shared tokens once (set output_router_logits=False)": (
-                call.wants_router_loss
-            ),
-        }
-        for why, applies in refused.items():
-            if applies:
-                raise LongspanError(
-                    f"{traits.name} {why}: it cannot take trees (`tin` and `tout`); give it each sequence by itself"
-                )
 
-    def _check_labels(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-        """Raise for labels outside the model's vocabulary or classes."""
-        size, kind = model.config.get_text_config().vocab_size, "vocabulary has {} ids"
-        if self.traits.labels_per_row or model.loss_type == "ForTokenClassification":
-            size, kind = model.config.num_labels, "model has {} labels"
-        for key in ("labels", "shift_labels"):
-            labels = batch.get(key)
-            if not isinstance(labels, Tensor) or labels.numel() == 0:
-                continue
-            if self.traits.labels_per_row and problem_of(model.config, labels) != "single_label_classification":
-                continue
-            check_labels(key, labels, size, kind)
+def _check_labels(call: ForwardCall) -> None:
+    """Raise for labels outside the model's vocabulary or classes."""
+    model, of_rows = call.model, call.traits.labels_per_row
+    size, kind = model.config.get_text_config().vocab_size, "vocabulary has {} ids"
+    if of_rows or model.loss_type == "ForTokenClassification":
+        size, kind = model.config.num_labels, "model has {} labels"
+    for key in ("labels", "shift_labels"):
+        labels = call.batch.get(key)
+        if not isinstance(labels, Tensor) or labels.numel() == 0:
+            continue
+        if of_rows and problem_of(model.config, labels) != "single_label_classification":
+            continue
+        check_labels(key, labels, size, kind)
 
 
 def _refuse_arguments(batch: Mapping[str, Any], traits: ModelTraits) -> None:

@@ -2,9 +2,9 @@
 
 Each stage has one concern. Its hooks run in this order:
 
-    check    in list order; may raise, runs no collective
+    check    in list order; may raise; reads the whole batch, changes nothing, runs no collective
              (all ranks compare their batches here; if any rank raised, all raise)
-    before   in list order; changes the inputs, may run collectives
+    before   in list order; cuts the batch, changes the inputs, may run collectives
              the model's own forward
     after    in reverse list order; changes the output
     reset    drops what is stored for this forward; if the forward raised, before the next one
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.attn.segments import Segments
 from longspan.compat.transformers_api import has_own_cache, own_positions, take_cache
 from longspan.core.errors import LongspanError
-from longspan.hf.batch.shard import WIDTH, SequenceInfo, sharding_of, width_of
+from longspan.hf.batch.shard import WIDTH, SequenceInfo, has_labels, sharding_of
 from longspan.hf.batch.trees import PackedRows
 from longspan.hf.cache.kv_cache import ShardedCache
 from longspan.hf.model.support import attention_dropout, router_top_k
@@ -38,7 +37,7 @@ class Stage:
     """One concern of a forward; see the module's docstring for the order of its methods."""
 
     def check(self, call: ForwardCall) -> None:
-        """Raise if this rank cannot run the forward. No collectives."""
+        """Raise if this rank cannot run the forward; store facts of the whole batch. No collectives."""
 
     def before(self, call: ForwardCall) -> None:
         """Change `call.inputs`. All ranks have passed all checks, so collectives are safe."""
@@ -52,7 +51,7 @@ class Stage:
 
 
 class ModelTraits:
-    """Facts about a model's class and config that decide its stages."""
+    """Facts about a model's class and config that decide its stages: read once, for all forwards."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.name = type(model).__name__  # before FSDP replaces it
@@ -84,15 +83,13 @@ class ModelTraits:
 
 @dataclass
 class ForwardOptions:
-    """Options of the next forwards that are not arguments of the call."""
+    """Options of the next forwards that are not arguments of the call: what a trainer has set, not facts."""
 
     compute_logits: bool = False  # in training with labels too
-    return_deferred: bool = False  # logits as `DeferredLogits`
     loss_only: bool = False  # compute no logits in evaluation either, if there are labels
     rows: int | None = None  # of a classifier's batch that count in its loss; None for all
-    temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
-    entropy_grad: bool = False  # its entropies have a gradient
-    uniform_gradient: bool = False  # the loss is a multiple of the sum of log-probabilities
+    # Returns the output of `fused_lm_head=True`, from logits and labels of my tokens; None: `score_for_trl`.
+    score: Callable[[ForwardCall, Any, Tensor], Any] | None = None
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
     replicas: int = 1  # a caller multiplies a loss with `num_items_in_batch` by this, so it is divided by it
     noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
@@ -111,63 +108,67 @@ class ForwardOptions:
 
 @dataclass
 class ForwardCall:
-    """The forward in progress, shared by its stages."""
+    """One forward in progress, shared by its stages; what layers need of it is `info`."""
 
     model: PreTrainedModel
+    traits: ModelTraits
+    options: ForwardOptions
     batch: dict[str, Any]  # the caller's arguments by name; a KV cache that is no `ShardedCache` under "cache"
-    sp: SequenceSharding  # of the ranks that share the batch
-    elastic: bool = False  # other groups may share theirs among another number of ranks
-    cache: ShardedCache | None = None
+    sp: SequenceSharding  # of the ranks that share the batch, as in `info`: they compare it also without `info`
     scored: bool = False  # called with `fused_lm_head=True`
+    cache: ShardedCache | None = None
     packed: PackedRows | None = None  # the batch's rows as one row, with `shared_prefixes`
-    inputs: dict[str, Any] = field(default_factory=dict)  # what the model's forward receives
-    segments: Segments | None = None  # documents and padding; with a cache, also of the cached tokens
-    has_holes: bool = False  # whether the mask has zeros between the ones of a row
-    tokens: Tensor | None = None  # ids or embeddings of my tokens, `[B, L, ...]`
-    has_labels: bool = False
+    info: SequenceInfo = field(init=False)  # of the stage that reads the batch, in its `check`
+    whole: dict[str, Any] = field(default_factory=dict)  # the batch without a cache, as `read_batch` returns it
+    inputs: dict[str, Any] = field(default_factory=dict)  # what the model's forward receives; empty in checks
     router_loss: Tensor | None = None  # the load-balancing loss of all ranks
     patches: dict[str, int] = field(default_factory=dict)  # by modality: of the rank that encodes most
-    pictures: str | None = None  # of the batch: how they split into units; equal on all ranks of a sequence group
+    pictures: dict[str, Any] = field(default_factory=dict)  # what ranks compare besides the batch
 
-    def choose_width(self, traits: ModelTraits) -> None:
-        """Use the sharding that the batch asks for, or was cut with; raise if its width cannot be used."""
-        asked = width_of(self.batch)
+    def choose_width(self) -> None:
+        """Use the sharding that the batch asks for; raise if its width cannot be used."""
+        asked = self.batch.get(WIDTH)
         if asked is None:
-            self.batch.pop(WIDTH, None)
             return
+        name = self.traits.name
         reason = (
             "a KV cache has one for all of its tokens" if self.cache is not None
-            else f"{traits.name} computes a loss of rows" if traits.labels_per_row
-            else f"{traits.name} shares pictures among all ranks of a sequence group" if traits.encoders
+            else f"{name} computes a loss of rows" if self.traits.labels_per_row
+            else f"{name} shares pictures among all ranks of a sequence group" if self.traits.encoders
             else None
         )  # fmt: skip
         if reason is not None:
             raise LongspanError(f"`{WIDTH}={asked}` chooses the ranks of one batch, but {reason}; leave it out")
-        self.sp, self.elastic = sharding_of(self.batch, self.sp), True
-        self.batch.pop(WIDTH, None)
+        self.sp = sharding_of(self.batch, self.sp)
+        self.batch[WIDTH] = self.sp.size
 
-    def name_arguments(self, traits: ModelTraits, args: tuple[Any, ...]) -> None:
+    def name_arguments(self, args: tuple[Any, ...]) -> None:
         """Add the positional arguments to the batch by name, and take the cache out of it."""
-        named = dict(zip(traits.signature.parameters, args, strict=False))
+        signature = self.traits.signature
+        named = dict(zip(signature.parameters, args, strict=False))
         if named.keys() & self.batch.keys() or len(named) < len(args):
-            traits.signature.bind(*args, **self.batch)  # raises Python's own error
+            signature.bind(*args, **self.batch)  # raises Python's own error
         self.batch = named | self.batch
+        if "longspan" in self.batch:
+            raise LongspanError(
+                "this batch was cut by longspan.shard_batch, which is for models of your own; pass the whole batch to "
+                "the parallelized model, which shards it itself"
+            )
         cache = take_cache(self.batch)
         if isinstance(cache, ShardedCache):
             self.cache = cache
         elif cache is not None:
             self.batch["cache"] = cache
 
-    def note_token_losses(self, options: ForwardOptions, losses: Tensor, labels: Tensor) -> None:
+    def note_token_losses(self, losses: Tensor, labels: Tensor) -> None:
         """Pass the losses of my tokens to a caller that asked for them."""
-        if options.token_losses is not None:
+        if self.options.token_losses is not None:
             positions = self.inputs["position_ids"]
-            options.token_losses(losses, labels, positions if positions.dim() < 3 else positions[0])
+            self.options.token_losses(losses, labels, positions if positions.dim() < 3 else positions[0])
 
     @property
-    def info(self) -> SequenceInfo:
-        info: SequenceInfo = self.inputs["longspan"]
-        return info
+    def has_labels(self) -> bool:
+        return has_labels(self.batch)
 
     @property
     def wants_router_loss(self) -> bool:

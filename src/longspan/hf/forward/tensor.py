@@ -30,9 +30,9 @@ from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout
 from longspan.core.tile_sizes import even_span
+from longspan.hf.batch.shard import take_info
 from longspan.hf.cache.cached import last_tokens
 from longspan.hf.cache.kv_cache import CachedInfo
-from longspan.hf.forward.attention import LayerBinding, no_batch
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.weights.experts import ExpertParallel
 from longspan.hf.weights.tensor_rules import TensorRules, TensorStyle
@@ -112,14 +112,11 @@ class TensorParallel(Stage):
             if self.style == "tp":
                 return self.group.copy_in(x)
             x = self.group.gather_tokens(x)
-            info = kwargs.get("longspan")  # attention drops padded tokens; for others they have no effect
-            if info is None:
-                if isinstance(layer := getattr(module, "longspan_layer", None), LayerBinding):
-                    raise no_batch(layer)
-                return x
-            cached = isinstance(info, CachedInfo)
-            new, sharded = (info.step.new, info.step.sharded) if cached else (info.length, True)
-            return x[:, : info.layout.local_length(new) if sharded else new]
+            layer = getattr(module, "longspan_layer", None)  # attention drops padded tokens
+            if layer is None and "longspan" not in kwargs:
+                return x  # for others they have no effect
+            info = take_info(getattr(layer, "name", ""), dict(kwargs))
+            return x[:, : info.local_length]
 
         return _with_hidden(args, kwargs, all_tokens)
 
@@ -213,8 +210,8 @@ class TensorParallel(Stage):
     def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
         """As `longspan.hf.cache.cached.last_tokens`, for hidden states of the residual stream."""
         if self.style == "tp":
-            return last_tokens(hidden, info, self.sp)
-        last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
+            return last_tokens(hidden, info)
+        last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info)
         self.tokens = last.shape[1]  # for the head
         return self.group.my_tokens(last)
 

@@ -75,21 +75,23 @@ class VisionTower(Stage):
         self.joint = self._is_joint()
         prompt = None if call.cache is None else call.cache.pictures
         if prompt is None:
-            self.found = self._find(call, call.batch.get("input_ids"), 0)
+            self.found = self._find(call, call.batch, call.batch.get("input_ids"), 0)
             return
         assert call.cache is not None
         past, (rows, new) = call.cache.kv_placement.length, tokens_of(call.batch).shape[:2]
         if past >= prompt.ids_Bn.shape[1]:  # generated tokens
             return
         if prompt.found is None:
-            call.batch = call.batch | prompt.batch  # the ranks compare it, with the first chunk
-            prompt.found = self._find(call, None if call.batch.get("input_ids") is None else prompt.ids_Bn, past)
+            call.pictures |= prompt.batch  # with the first chunk
+            ids_Bn = None if call.batch.get("input_ids") is None else prompt.ids_Bn
+            prompt.found = self._find(call, call.batch | prompt.batch, ids_Bn, past)
         chunk = {encoder: x.of_chunk(encoder, self.core, past, new, rows) for encoder, x in prompt.found.items()}
         self.found = {encoder: x for encoder, x in chunk.items() if x is not None}
 
-    def _find(self, call: ForwardCall, ids_Bn: Tensor | None, past: int) -> dict[Encoder, Pictures]:
+    def _find(
+        self, call: ForwardCall, batch: Mapping[str, Any], ids_Bn: Tensor | None, past: int
+    ) -> dict[Encoder, Pictures]:
         """Return the pictures of a batch; raise if they do not fit the model or the ids, of which `past` are cached."""
-        batch = call.batch
         if batch.get(ENCODER_OUTPUTS) is not None:
             raise LongspanError(f"`{ENCODER_OUTPUTS}` would be embeddings of all ranks' pictures; give the pixels")
         for name in ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"):
@@ -106,11 +108,9 @@ class VisionTower(Stage):
             return {}
         if call.model.training:
             self._refuse_dropout()
-        if "longspan" in batch or ids_Bn is None:
-            kind = "ids that longspan.shard_batch has cut" if "longspan" in batch else "`inputs_embeds`"
+        if ids_Bn is None:
             raise LongspanError(
-                f"`{encoders[0].pixels}` with {kind}: placeholders are found among the ids of the whole batch; give "
-                f"the model the whole `input_ids`"
+                f"`{encoders[0].pixels}` with `inputs_embeds`: placeholders are found among ids; give `input_ids`"
             )
         ids_Bn = ids_Bn.detach().cpu()
         found, facts, crc = dict[Encoder, Pictures](), list[str](), 0
@@ -145,7 +145,8 @@ class VisionTower(Stage):
             found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1))
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
             crc = zlib.crc32(placeholders_Bn.numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
-        call.pictures = f"{', '.join(facts)}, checksum {crc}"  # they decide how much is sent where
+        # How they split into units decides how much is sent where.
+        call.pictures["pictures"] = f"{', '.join(facts)}, checksum {crc}"
         return found
 
     def _refuse_dropout(self) -> None:
@@ -160,7 +161,7 @@ class VisionTower(Stage):
     def encode(self, call: ForwardCall) -> None:
         """Run the tower. Collective."""
         info = call.info
-        whole = isinstance(info, CachedInfo) and not info.step.sharded  # every rank has all new tokens
+        whole = not info.sharded
         outputs = {}
         for encoder in self._encoders(call):
             pictures = self.found.get(encoder)
