@@ -17,7 +17,6 @@ from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.compat.friends_api import checkpoint_function, set_checkpoint_function, transformer_output
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.core.validation import checked_call
 from longspan.diffusion.families import Family, Join, Plan, Split, matching
 from longspan.hf.state import DiffusionState
 
@@ -191,7 +190,6 @@ def split_named(arguments: dict[str, Any], splits: Mapping[str, Split], tokens: 
     return {name: tokens.split(x, splits[name], name) if name in splits else x for name, x in arguments.items()}
 
 
-@checked_call()
 def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
     """Return the part of a target that belongs to this rank's output of a diffusion transformer.
 

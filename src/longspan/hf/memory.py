@@ -29,7 +29,6 @@ from longspan.core.experts import Experts
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
-from longspan.core.validation import checked_call
 from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import draws, final_norm
@@ -296,7 +295,6 @@ class MemoryManager(Stage):
         self.store.reserve(per_token * call.tokens.shape[:2].numel())
 
 
-@checked_call()
 def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,10 +24,8 @@ from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.friends_api import is_model_of_diffusers
 from longspan.compat.versions import untested
-from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
-from longspan.core.validation import checked_call
 from longspan.diffusion.parallelize import shard_diffusion_model
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.cache.generate import replace_generate
@@ -57,12 +55,6 @@ from longspan.losses.deferred_logits import Head
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def _check_order(_: str, model: Any) -> None:
-    if isinstance(model, SequenceSharding):
-        raise LongspanError("`model` is a SequenceSharding; call longspan.parallelize(model, sp)")
-
-
-@checked_call(model=_check_order, sp=lambda _, sp: check_sharding(sp))
 def parallelize(
     model: Model,
     sp: SequenceSharding,
@@ -149,6 +141,7 @@ def parallelize(
             the reason), heads that do not fit `sp`, incompatible options, or ranks with different models, weights or
             options (naming the ranks and the difference).
     """
+    check_sharding(sp)
     options = ParallelizeOptions(
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
         tensor_style, gather_output, experts,

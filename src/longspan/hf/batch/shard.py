@@ -26,7 +26,7 @@ from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import listed
 from longspan.core.layout import Layout
-from longspan.core.validation import check_flag, checked_call
+from longspan.core.validation import check_flag
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
 from longspan.hf.model.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE as IGNORE
@@ -121,7 +121,6 @@ def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceShard
     return sp.of_width(width)
 
 
-@checked_call()
 def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
     """Shard a batch in the data loader: `model(**shard_batch(batch, sp))` equals `model(**batch)`.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, checked_call, format_value
+from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.losses.cross_entropy import IGNORE
 
 Ids = Sequence[int] | Tensor
@@ -56,7 +56,6 @@ class TreePack(dict[str, Tensor]):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-@checked_call()
 def pack_tree(
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
