@@ -48,7 +48,6 @@ class ParallelizeOptions:
     weights: str = "same"
     check_batches: int | None = None
     check_weights: int = 100
-    check_at_rest: bool = False
     logits: bool = False
     memory: MemoryLevel | Memory = "fastest"
     dropout: float | None = None
@@ -167,7 +166,7 @@ def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_wei
             f"mp_policy={format_value(policy)} is no policy; give torch.distributed.fsdp.MixedPrecisionPolicy("
             "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
-    for option in ("fsdp", "check_at_rest", "logits"):
+    for option in ("fsdp", "logits"):
         check_flag(option, getattr(options, option))
     if policy is not None and not shards_weights:
         why = "with fsdp=False" if not options.fsdp else "on one rank, where nothing is sharded,"
