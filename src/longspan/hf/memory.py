@@ -310,11 +310,9 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         options: of `torch.compile`; not `fullgraph=True`, as there are several graphs.
 
     Raises:
-        LongspanError: for a model that is not parallelized, or `fullgraph=True`.
+        LongspanError: for a model that is not parallelized.
     """
     state = state_of(model)
-    if options.get("fullgraph"):
-        raise LongspanError("fullgraph=True: a layer is several graphs, with attention between them; leave it out")
     compiled = functools.cache(lambda forward: torch.compile(forward, **options))  # once for all layers of a class
     for layer in state.memory.layers:
         setattr(layer, COMPILED, compiled(type(layer).forward))
