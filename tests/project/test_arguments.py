@@ -125,7 +125,6 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: longspan.parallelize(m, m), r"`sp` must be .*, got an instance of LlamaForCausalLM; make"),
         (lambda m, sp, to: _plain(sp, fsdp="no"), r"fsdp must be True or False, got 'no'"),
         (lambda m, sp, to: _plain(sp, logits=1), r"logits must be True or False, got 1"),
-        (lambda m, sp, to: _plain(sp, mp_policy="bf16"), r"'bf16' is no policy; .*MixedPrecision"),
         (lambda m, sp, to: longspan.from_pretrained(to, sp, torch_dtype="bf16"), r"did you mean 'dtype'"),
         (lambda m, sp, to: longspan.from_pretrained(to, sp, dtype="b16"), r"`dtype` must be a floating .*got 'b16'"),
         (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
