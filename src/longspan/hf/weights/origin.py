@@ -78,16 +78,9 @@ class Origin:
         except LongspanError:
             raise
         except Exception as error:
-            kinds = {
-                "AutoModelForMaskedLM": "masked LM", "AutoModelForCausalLM": "causal LM",
-                "AutoModelForImageTextToText": "vision-language model",
-            }  # fmt: skip
-            why = first_line(error)
-            if (kind := kind_of(self.config)) is not None:
-                why = f"it is {kind} ({self.config.model_type})"
-            raise LongspanError(
-                f"{self.label} cannot be made into a {kinds.get(self.auto.__name__, 'classifier')}: {why}"
-            ) from error
+            kind = kind_of(self.config)
+            why = first_line(error) if kind is None else f"it is {kind} ({self.config.model_type})"
+            raise LongspanError(f"{self.label} cannot be made by {self.auto.__name__}: {why}") from error
 
 
 def with_adapter(model: Any, adapter: str, base: str | None, **changes: Any) -> Any:
