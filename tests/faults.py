@@ -209,7 +209,7 @@ FAULTS = (
           "* 0", "tests/hf/test_hybrids.py -k 'one_process and Mamba2'"),
     Fault("mamba1_passes_a_state_without_decay", "hf/forward/mixer_functions.py", "* A_HK).exp().unsqueeze(3)",
           "* 0).exp().unsqueeze(3)", "tests/hf/test_hybrids.py -k 'one_process and Jamba'"),
-    Fault("recurrent_layers_read_padding", "hf/forward/mixers.py", "length, batch, segments)", "length, batch, None)",
+    Fault("recurrent_layers_read_padding", "hf/forward/mixers.py", "batch, info.new_segments)", "batch, None)",
           "tests/hf/test_hybrids.py -k 'one_process and FalconH1'"),
     Fault("a_chunk_starts_from_a_zero_state", "hf/forward/mixer_functions.py", "else layer.cached.recurrent",
           "else None", "tests/generate/test_hybrids.py -k 'greedy and NemotronH-2'"),

@@ -110,7 +110,6 @@ OPTIONS: dict[str, Arguments] = {
     "weights": {"weights": "broadcast"},
     "check_batches": {"check_batches": 2},
     "check_weights": {"check_weights": 7},
-    "check_at_rest": {"check_at_rest": True},
     "a bad option": {"weights": "mine"},
 }
 CONFIG: dict[str, Arguments] = {

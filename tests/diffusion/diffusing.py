@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.diffusion.families import FAMILIES, Draw, Inputs
+from longspan.verify.latents import INPUTS, Draw, Inputs
 
 LATTE = {
     "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,
@@ -69,7 +69,7 @@ GRIDS = {"LatteTransformer3DModel": (5, 4, 3), "LTXVideoTransformer3DModel": (1,
 def make_inputs(name: str) -> Inputs:
     """Return inputs whose numbers of tokens do not divide by 2 or 4; tensors with gradients where possible."""
     grid, generator = GRIDS.get(name, (5, 3, 5)), torch.Generator().manual_seed(1)
-    return FAMILIES[name].inputs(Draw(_config(name), 2, grid, generator, torch.device("cpu"), torch.float64))
+    return INPUTS[name](Draw(_config(name), 2, grid, generator, torch.device("cpu"), torch.float64))
 
 
 @functools.cache

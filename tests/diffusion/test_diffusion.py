@@ -170,8 +170,6 @@ def test_a_target_of_another_shape_raises() -> None:
     out = model(**inputs, return_dict=False)[0]
     torch.testing.assert_close(out, longspan.shard_target(model, expected, out))
     assert out.shape == (2, 3 - dist.get_rank(), 12, 24)
-    with pytest.raises(LongspanError, match=r"shape \(2, 6, 5, 7, 6\) has no patches of \(1, 2, 2\) pixels"):
-        longspan.shard_target(model, expected[:, :, :, :7], out)
     with pytest.raises(LongspanError, match=r"shape \(2, 6, 2, 8, 6\) has no part like this rank's output \(2, [32]"):
         longspan.shard_target(model, expected[:, :, :2], out)
     with pytest.raises(LongspanError, match="parallelized with gather_output=False, got LatteTransformer3DModel"):
@@ -248,7 +246,7 @@ def test_attention_of_two_streams(mask: str, causal: bool) -> None:
     torch.testing.assert_close(list(found), [grad[:, :, mine] for grad in grads])
     with pytest.raises(LongspanError, match=r"mask of shape \(16, 3\) fits neither all 16 tokens nor this rank's"):
         ulysses(tokens, *local, attn_mask=torch.ones(16, 3, dtype=torch.bool))
-    with pytest.raises(LongspanError, match=r"no dropout, got .* and dropout_p=0.5"):
+    with pytest.raises(LongspanError, match="got dropout_p=0.5"):
         ulysses(tokens, *local, dropout_p=0.5)
 
 
@@ -521,21 +519,9 @@ def test_a_refusal_of_one_replica_is_shared() -> None:
         model: Any = longspan.parallelize(make_model(name), sp)
         with pytest.raises(LongspanError, match=r"`hidden_states` has 1 tokens, fewer than the 2 ranks"):
             model(**make_inputs(name) | (changes if sp.data_rank else {}))
-    for name, changes, match in (
-        ("WanTransformer3DModel", {"encoder_hidden_states": torch.zeros(5, 10)}, "`encoder_hidden_states` must have 3"),
-        ("WanTransformer3DModel", {"encoder_hidden_states": torch.zeros(2, 5, 9)}, "must have 10 entries in dimension"),
-        ("WanTransformer3DModel", {"hidden_states": torch.zeros(2, 4, 5, 6, 10)}, "must have 3 entries in dimension 1"),
-        ("WanTransformer3DModel", {"timestep": torch.ones(3)}, r"`timestep` must have one entry, .*each of 2 rows"),
-        (
-            "LTXVideoTransformer3DModel",
-            {"height": 4, "width": 4},
-            "the rotary embedding has 16 tokens, `hidden_states`",
-        ),
-        ("LTXVideoTransformer3DModel", {"encoder_attention_mask": torch.ones(2, 4)}, "must end in the 5 tokens"),
-    ):
-        model = longspan.parallelize(make_model(name), sp)
-        with pytest.raises(LongspanError, match=match):
-            model(**make_inputs(name) | (changes if sp.data_rank else {}))
+    model = longspan.parallelize(make_model("LTXVideoTransformer3DModel"), sp)
+    with pytest.raises(LongspanError, match="the rotary embedding has 16 tokens, `hidden_states`"):
+        model(**make_inputs("LTXVideoTransformer3DModel") | ({"height": 4, "width": 4} if sp.data_rank else {}))
 
 
 @on_ranks(2)
@@ -625,7 +611,6 @@ def test_weights_may_be_stored_in_another_dtype() -> None:
 def test_an_attention_changed_after_parallelize_is_refused() -> None:
     model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(), fsdp=False)
     inputs, attention = make_inputs("WanTransformer3DModel"), model.blocks[0].attn1
-    known = attention.processor
     for module in (attention, model.blocks[1].attn2):
         before, module.processor = module.processor, _Mean()
         with pytest.raises(
@@ -633,11 +618,6 @@ def test_an_attention_changed_after_parallelize_is_refused() -> None:
         ):
             model(**inputs)
         module.processor = before
-    known._attention_backend = "flex"
-    with pytest.raises(
-        LongspanError, match=r"blocks.0.attn1 has the attention backend 'flex', which does not call sca"
-    ):
-        model(**inputs)
 
 
 @on_ranks(2)

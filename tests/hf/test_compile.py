@@ -159,9 +159,6 @@ def test_compiled_layers_make_no_logits_and_keep_their_memory_options(
 def test_compile_layers_errors() -> None:
     with pytest.raises(LongspanError, match="is not parallelized"):
         longspan.compile_layers(build("Llama"))
-    model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))
-    with pytest.raises(LongspanError, match="fullgraph"):
-        longspan.compile_layers(model, fullgraph=True)
 
 
 @on_ranks(2, timeout=120)

@@ -296,7 +296,7 @@ def test_commands_refuse_before_ranks_start(
     }
     run, kind, options = jobs[command]
     given = make(kind, model=str(folder), ulysses=4, experts=3, **options)
-    with pytest.raises(LongspanError, match=r"experts=3.* does not divide the 4 ranks .*; use 1, 2, 4$"):
+    with pytest.raises(LongspanError, match=r"experts=3.* does not divide the number .*, 4; use 1, 2, 4$"):
         run(given)
     monkeypatch.delattr(_fsdp_common, "ShardPlacementResult")
     for experts in (2, "auto"):
@@ -346,8 +346,8 @@ def _refusal(model: Any, mesh: dict[str, int], **options: Any) -> str:
 @pytest.mark.parametrize(
     ("family", "changes", "mesh", "options", "said"),
     [
-        ("Qwen3Moe", {}, {"ulysses": 4}, {"experts": 3}, ("experts=3", "4 ranks", "use 1, 2, 4")),
-        ("Qwen3Moe", {}, {"ulysses": 4}, {"experts": 8}, ("experts=8", "4 ranks", "use 1, 2, 4")),
+        ("Qwen3Moe", {}, {"ulysses": 4}, {"experts": 3}, ("experts=3", "sequence, 4;", "use 1, 2, 4")),
+        ("Qwen3Moe", {}, {"ulysses": 4}, {"experts": 8}, ("experts=8", "sequence, 4;", "use 1, 2, 4")),
         ("Qwen3Moe", {}, {"data": 8}, {"experts": 8}, ("any of the 4 experts", "mlp.experts", "use `experts=4`")),
         ("Qwen3Moe", {"num_experts": 5}, {"ulysses": 4}, {"experts": 4}, ("5 experts", "use `experts=2`")),
         ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": 2, "fsdp": False}, ("fsdp=False", "leave one out")),

@@ -149,7 +149,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(folders: dict[str, Pat
     settings = json.loads((folder / "adapter_config.json").read_text())
     for base, said in (
         (str(folders["GPT2"]), "cannot be put on its base model .*q_proj"),
-        (str(tmp_path / "gone"), "is an adapter: its base model .*gone does not exist.*base_model_name_or_path"),
+        (str(tmp_path / "gone"), "adapter_config.json: base_model_name_or_path .*gone does not exist"),
         (None, "names no base model; set base_model_name_or_path"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base}))
@@ -291,9 +291,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors files"),
     "cut off": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
-        r"rank 1 .* bytes, its header says .*fetch it again",
+        r"rank 1 .* cannot be read: it has .* bytes, its header says .*fetch it again",
     ),
-    "no header": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "no safetensors file that can"),
+    "no header": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99),
+        "model.safetensors cannot be read: its header would have",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "no model config can be read"),
 }
 
@@ -320,4 +323,4 @@ def test_missing_weights_and_files_are_named(folders: dict[str, Path], pool2: Ra
     gone = index["weight_map"]["lm_head.weight"]
     (tmp_path / "part" / gone).unlink()
     messages = pool2.run(_refusal, [tmp_path / "part"] * 2)
-    assert all(f"lacks {gone}" in each for each in messages)
+    assert all(f"{gone}." in each and "fetch it again" in each for each in messages)

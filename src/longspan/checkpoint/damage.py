@@ -26,7 +26,7 @@ from longspan.checkpoint.folder import MARKER, FileRecord, checkpoints_in, step_
 from longspan.checkpoint.ranks import Ranks
 from longspan.comm.objects import error_text
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, checked_call
+from longspan.core.validation import as_path
 
 FORMAT = 4  # of the marker
 
@@ -140,7 +140,6 @@ def _parse(path: Path, text: bytes) -> Checkpoint:
 # --- which checkpoint to resume from
 
 
-@checked_call(path=as_path)
 def read_verified(path: Path | str, *, content: bool = True) -> Checkpoint:
     """Return the checkpoint at `path` if it is undamaged. Collective: each rank reads a part of the files.
 
@@ -151,13 +150,12 @@ def read_verified(path: Path | str, *, content: bool = True) -> Checkpoint:
     Raises:
         LongspanError: on every rank, naming the first damaged file.
     """
-    checkpoint, problem = _check(Path(path), content)
+    checkpoint, problem = _check(as_path("path", path), content)
     if checkpoint is None:
         raise LongspanError(problem)
     return checkpoint
 
 
-@checked_call(folder=as_path)
 def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest undamaged checkpoint of a run, also of a Trainer's; the same on every rank. Collective.
 
@@ -171,7 +169,7 @@ def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Check
     Raises:
         LongspanError: on every rank, if all complete checkpoints are damaged.
     """
-    run = Path(folder)
+    run = as_path("folder", folder)
     found = Ranks().first(lambda: {path.name: (path / MARKER).exists() for path in checkpoints_in(run)})
     problems = list[str]()
     for name in found:

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
-from longspan.comm.arguments import as_dtype, check_module
+from longspan.checkpoint.ranks import Ranks, check_finite
+from longspan.comm.arguments import as_dtype
 from longspan.compat.transformers_api import new_model
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, checked_call
+from longspan.core.validation import as_path
 from longspan.hf.model.pretrained import without_progress_bars
 from longspan.hf.model.support import transformers_model
 from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
@@ -31,12 +31,6 @@ from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "model.safetensors.index.json")
 
 
-@checked_call(
-    checked_on_all,
-    folder=as_path,
-    model=check_module,
-    dtype=lambda name, dtype: None if dtype is None else as_dtype(name, dtype),
-)
 def export(
     folder: Path | str,
     model: torch.nn.Module,
@@ -60,15 +54,19 @@ def export(
         DiskFull: on every rank, if the disk is full.
         LongspanError: on every rank, if a weight is not finite or rank 0 cannot write. The older export then stays.
     """
-    folder, ranks = Path(folder), Ranks()
-    inner: Any = transformers_model(model)
+    ranks = Ranks()
+
+    def check() -> tuple[Path, Any, torch.dtype]:
+        path, inner = as_path("folder", folder), transformers_model(model)
+        if path.exists() and not path.is_dir():
+            raise LongspanError(f"{path} is a file; give a folder")
+        return path, inner, inner.dtype if dtype is None else as_dtype("dtype", dtype)
+
+    folder, inner, saved_dtype = ranks.each(check)
     config = copy.deepcopy(inner.config) if config is None else config
     if getattr(config, "quantization_config", None) is not None and layers_in_4_bits(model):
         config = copy.deepcopy(config)
         del config.quantization_config  # the export is dequantized
-    saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
-    if folder.exists() and not folder.is_dir():
-        raise LongspanError(f"{folder} is a file; give a folder")
     tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
     check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from longspan.checkpoint.ranks import Ranks
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, check_count, checked_call
+from longspan.core.validation import check_count
 
 MARKER = "complete.json"
 SHARDS = "longspan"
@@ -47,9 +47,9 @@ class FileRecord:
         return cls(size, crc)
 
 
-@checked_call(folder=as_path, step=check_count)
 def step_path(folder: Path, step: int) -> Path:
     """Return the path of a step's checkpoint."""
+    check_count("step", step)
     return folder / f"checkpoint-{step}"
 
 

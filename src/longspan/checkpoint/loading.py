@@ -20,20 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from longspan.checkpoint.damage import Checkpoint, newest_undamaged, read_verified
 from longspan.checkpoint.folder import MARKER, SHARDS, step_of
-from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all, short_name
+from longspan.checkpoint.ranks import Ranks, check_finite, short_name
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, checked_call
+from longspan.core.validation import as_path
 from longspan.hf.weights.quantized import split_state
 
 
-def _check_source(name: str, checkpoint: Any) -> Any:
-    return checkpoint if isinstance(checkpoint, Checkpoint) else as_path(name, checkpoint)
-
-
-@checked_call(checked_on_all, checkpoint=_check_source, model=check_module, optimizer=check_optimizer)
 def load(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
@@ -46,7 +41,7 @@ def load(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, optimizer:
     Raises:
         LongspanError: on every rank, if the checkpoint is damaged or of another model.
     """
-    checkpoint = _verified(checkpoint)  # first: `get_state_dict` creates the state of a new optimizer
+    checkpoint = _verified(checkpoint, model, optimizer)  # first: `get_state_dict` creates the state of a new optimizer
     optimizer_state: Any
     model_state, optimizer_state = get_state_dict(model, optimizer)
     model_state, packed = split_state(model, model_state)
@@ -68,23 +63,28 @@ def _like(now: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(saved, list) else saved
 
 
-@checked_call(checked_on_all, checkpoint=_check_source, model=check_module)
 def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module) -> None:
     """Read the weights only, in the dtypes of `model`; no optimizer is needed.
 
     Collective. Arguments are as in `load`.
     """
-    checkpoint = _verified(checkpoint)
+    checkpoint = _verified(checkpoint, model)
     model_state, packed = split_state(model, get_model_state_dict(model))
     tensors = _read(checkpoint, flat_names({"model": model_state}))
     check_finite(tensors, f"checkpoint {checkpoint.path} cannot be used", Ranks(), "use an older one")
     set_model_state_dict(model, model_state | packed)
 
 
-def _verified(checkpoint: Checkpoint | Path | str) -> Checkpoint:
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint if checkpoint.verified else read_verified(checkpoint.path)
-    path = Path(checkpoint).absolute()
+def _verified(checkpoint: Checkpoint | Path | str, model: Any, *optimizers: Any) -> Checkpoint:
+    def check() -> Checkpoint | Path:
+        check_module("model", model)
+        for optimizer in optimizers:
+            check_optimizer("optimizer", optimizer)
+        return checkpoint if isinstance(checkpoint, Checkpoint) else as_path("checkpoint", checkpoint).absolute()
+
+    path = Ranks().each(check)
+    if isinstance(path, Checkpoint):
+        return path if path.verified else read_verified(path.path)
     if step_of(path) is not None or Ranks().first((path / MARKER).is_file):
         return read_verified(path)
     found, problems = newest_undamaged(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -59,11 +59,6 @@ class Ranks:
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return None if self.size == 1 else self.group or dist.group.WORLD
-
-
-def checked_on_all(check: Callable[[], T], given: Mapping[str, Any]) -> T:
-    """Check the arguments of a collective call on every rank."""
-    return Ranks().each(check)
 
 
 def check_finite(tensors: dict[str, Any], what: str, ranks: Ranks, hint: str) -> None:

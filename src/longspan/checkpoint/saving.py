@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
 from longspan.checkpoint.damage import Checkpoint
 from longspan.checkpoint.folder import SHARDS, FileRecord, begin, remove, remove_unneeded, step_path
-from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
+from longspan.checkpoint.ranks import Ranks, check_finite
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.comm.consistency import local_part
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import DiskFull, LongspanError, is_full
 from longspan.core.tile_sizes import free_memory
-from longspan.core.validation import as_path, check_count, checked_call, format_value
+from longspan.core.validation import as_path, check_count
 from longspan.hf.weights.quantized import split_state
 
 _FILE_BYTES = 2 << 30  # of a rank's file, about: torch serialises a whole file in memory before it writes
@@ -44,20 +44,6 @@ _COPY_SHARE = 0.5
 _NOT_FINITE = "earlier checkpoints stay: resume from one; if it happens again, use a lower learning rate or more warmup"
 
 
-def _check_state(name: str, state: Any) -> None:
-    if not isinstance(state, dict):
-        raise LongspanError(f"`{name}` must be a dict of plain values, {{}} for none, got {format_value(state)}")
-
-
-@checked_call(
-    checked_on_all,
-    folder=as_path,
-    step=check_count,
-    model=check_module,
-    optimizer=check_optimizer,
-    state=_check_state,
-    keep=check_count,
-)
 def save(
     folder: Path | str,
     step: int,
@@ -83,8 +69,18 @@ def save(
         LongspanError: on every rank, if any rank cannot write, `state` is not JSON, or a weight or optimizer state is
             not finite. In both cases what was written is removed, and earlier checkpoints stay.
     """
-    Saver(Ranks()).start(Path(folder), step, model, optimizer, state, background=False, keep=keep)
-    return step_path(Path(folder), step)
+
+    def check() -> Path:
+        check_count("step", step)
+        check_count("keep", keep)
+        check_module("model", model)
+        check_optimizer("optimizer", optimizer)
+        return as_path("folder", folder)
+
+    ranks = Ranks()
+    run = ranks.each(check)
+    Saver(ranks).start(run, step, model, optimizer, state, background=False, keep=keep)
+    return step_path(run, step)
 
 
 class Saver:

@@ -23,7 +23,7 @@ from longspan.compat.torch_api import find_group as find_group
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, Axes, ParallelConfig, axes_of_width, widths_of
-from longspan.core.validation import LARGEST_COUNT, check_choice, check_number, checked_call, format_value
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_number, format_value
 from longspan.ranks.job import HOST_TIMEOUT_S, join_group, read_job
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
@@ -111,7 +111,6 @@ class MeshGroups:
         )
 
 
-@checked_call()
 def init_mesh(
     data: int = 1,
     ring: int = 1,
@@ -230,7 +229,6 @@ class SequenceSharding:
         LongspanError: for a mesh without the four axes, an unknown layout, or overlap_chunks below 1.
     """
 
-    @checked_call()
     def __init__(
         self,
         mesh: DeviceMesh | MeshGroups,
@@ -377,7 +375,6 @@ class SequenceSharding:
 
         return gather(x, self, dim, length)
 
-    @checked_call()
     def positions(self, n: int) -> torch.Tensor:
         """Return the global positions of the local tokens of `n`, int64 [n_local]. Padding repeats the last one."""
         check_number("n", n, 1, LARGEST_COUNT, whole=True)

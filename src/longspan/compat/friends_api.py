@@ -146,14 +146,6 @@ def is_processor_of_diffusers(processor: Any, names: Collection[str]) -> bool:
     return kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"
 
 
-def attention_backend(processor: Any) -> str:
-    """Return the attention backend that a processor uses: its own, or the default of the process."""
-    backend: Any = getattr(processor, "_attention_backend", None)  # few classes have one
-    registry = sys.modules["diffusers.models.attention_dispatch"]._AttentionBackendRegistry
-    backend = backend or registry._active_backend
-    return str(getattr(backend, "value", backend))
-
-
 def hooks_of(module: Any) -> list[str]:
     """Return the classes of diffusers' hooks on a module, such as caches, without those that move or cast weights."""
     registry = getattr(module, "_diffusers_hook", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -162,26 +162,9 @@ def wrapped_by_ddp(model: nn.Module) -> bool:
     return wrapper is not None and any(module is model for module in wrapper.module.modules())
 
 
-def forbid_ddp(model: nn.Module, refusal: Iterable[str]) -> None:
-    """Make DistributedDataParallel iterate over `refusal`, which raises, before it changes `model`."""
-    model._ddp_params_and_buffers_to_ignore = refusal  # type: ignore[assignment]
-
-
 def is_replica(model: nn.Module) -> bool:
     """Return whether `model` is a copy that `torch.nn.DataParallel` made for one forward."""
     return bool(getattr(model, "_is_replica", False))
-
-
-def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]], None]) -> None:
-    """Call `check` with the function that `to`, `half`, `cuda` and similar are about to apply to every tensor."""
-
-    def checked(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        check(fn)
-        # The class's at that time: FSDP changes the class of the model later.
-        applied: nn.Module = type(model)._apply(model, fn, recurse)
-        return applied
-
-    model._apply = checked  # type: ignore[method-assign]
 
 
 def average_gradients(model: nn.Module, ranks: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from longspan.core.errors import LongspanError
 from longspan.core.reading import OneFlag, as_word, fields_of
-from longspan.core.validation import check_choice, check_count, check_flag, checked_call, format_value
+from longspan.core.validation import check_choice, check_count, check_flag, format_value
 
 Checkpointing = Literal["none", "selective", "full", "grouped"]
 Offload = Literal["none", "host"]
@@ -77,8 +77,6 @@ class Memory:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return ", ".join(f"{name}={as_word(value)}" for name, value in changed.items()) or "fastest"
 
-
-Memory.__init__ = checked_call()(Memory.__init__)  # type: ignore[method-assign]
 
 FASTEST = Memory()
 """Save what needs a matmul or communication to recompute; recompute activation functions; tile the loss."""

@@ -1,10 +1,9 @@
-"""Checks of user input: numbers and their ranges, calls of public functions, paths, text files, TOML."""
+"""Checks of user input: numbers and their ranges, paths, text files, TOML."""
 
 from __future__ import annotations
 
 import difflib
 import errno
-import functools
 import inspect
 import math
 import numbers
@@ -13,10 +12,10 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from longspan.core.errors import LongspanError
 
@@ -33,9 +32,6 @@ LARGEST_SEED = (1 << 63) - 1
 """The largest seed that torch, numpy and Python's own generator all take."""
 
 _FILE_ENDINGS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".csv", ".gz", ".zst", ".zip", ".safetensors", ".bin")
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def format_value(value: object) -> str:
@@ -153,74 +149,11 @@ def check_processes(ranks: int, mesh: str) -> None:
         )
 
 
-# --- calls of public functions
-
-
 def refuse_unknown(function: str, given: Collection[str], known: Collection[str]) -> None:
     """Raise for keyword arguments that a function does not have, with the nearest name or all names."""
     for name in given:
         if name not in known:
             raise LongspanError(f"{function}() has no argument {name!r}; {nearest(name, known)}")
-
-
-def checked_call(
-    together: Callable[[Callable[[], Any], Mapping[str, Any]], Any] | None = None,
-    **checks: Callable[[str, Any], Any],
-) -> Callable[[Function], Function]:
-    """Decorate a public function: a wrong call raises LongspanError, not an error deep inside the function.
-
-    Args:
-        together: runs the checks on every rank and raises on all if one fails; called with the checks and the call's
-            arguments by name. By default each rank checks for itself.
-        checks: by argument; each is called with the name and the value. It raises LongspanError, or returns the value
-            to use instead (None: the given one).
-    """
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        name = function.__qualname__.removesuffix(".__init__")
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            def check() -> inspect.BoundArguments:
-                bound = _bind(name, signature, args, kwargs)
-                for argument, value in bound.arguments.items():
-                    used = checks[argument](argument, value) if argument in checks else None
-                    bound.arguments[argument] = value if used is None else used
-                return bound
-
-            bound: inspect.BoundArguments
-            bound = check() if together is None else together(check, _given(signature, args, kwargs))
-            return function(*bound.args, **bound.kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
-def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """Return a call's arguments by name; of a call that cannot be bound, its keyword arguments."""
-    try:
-        return signature.bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        return kwargs
-
-
-def _bind(
-    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> inspect.BoundArguments:
-    parameters = {key: p for key, p in signature.parameters.items() if key not in ("self", "cls")}
-    if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        refuse_unknown(name, kwargs, parameters)
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        needed = [
-            f"{key}=..." if p.kind is p.KEYWORD_ONLY else key
-            for key, p in parameters.items()
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        raise LongspanError(f"{name}(): {error}; call it as {name}({', '.join(needed)})") from error
 
 
 def as_path(name: str, value: Any) -> Path:

@@ -39,7 +39,7 @@ def bind(attention: nn.Module, path: str, tokens: Tokens) -> None:
         if mode.calls != 1:
             raise LongspanError(
                 f"{path} called scaled_dot_product_attention {mode.calls} times, not once, so its tokens would not "
-                f"attend to those of other ranks; reset its attention backend and processor"
+                f"attend to those of other ranks; reset its attention backend"
             )
         return out
 
@@ -78,11 +78,8 @@ def ulysses(
     `attn_mask` is for all queries and keys in the processor's order, `[..., S or 1, S]`, as is `is_causal`; or for this
     rank's keys, `[..., 1, L]`. Query and key have the same number of heads, so `enable_gqa` changes nothing.
     """
-    if not query.shape == key.shape == value.shape or dropout_p:
-        raise LongspanError(
-            f"self attention needs query, key and value of one shape and no dropout, got {tuple(query.shape)}, "
-            f"{tuple(key.shape)}, {tuple(value.shape)} and dropout_p={dropout_p}"
-        )
+    if dropout_p:
+        raise LongspanError(f"attention dropout would depend on the number of ranks, got dropout_p={dropout_p}")
     group, of_ranks = tokens.sp.group, tokens.of_ranks
     heads = shard_sizes(query.shape[1], tokens.sp.size)
     if query.shape[2] != of_ranks[tokens.sp.rank]:

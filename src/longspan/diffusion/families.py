@@ -1,7 +1,4 @@
-"""The diffusers models that can be sharded: where their tokens are split and joined, and where tokens mix.
-
-And their random inputs, on which `longspan verify` runs a model.
-"""
+"""The diffusers models that can be sharded: where their tokens are split and joined, and where tokens mix."""
 
 from __future__ import annotations
 
@@ -11,140 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from longspan.compat.friends_api import attention_backend, hooks_of, is_processor_of_diffusers, split_plan
+from longspan.compat.friends_api import hooks_of, is_processor_of_diffusers, split_plan
 from longspan.core.errors import LongspanError
-
-Inputs = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Sizes and generator of random inputs."""
-
-    config: Any  # the model's
-    rows: int  # videos or images
-    grid: tuple[int, int, int]  # frames, height and width in tokens; a model with a fixed grid ignores it
-    generator: torch.Generator  # on the CPU, so that all devices have the same inputs
-    device: torch.device
-    dtype: torch.dtype = torch.float32  # of differentiable inputs, and of the guidance
-
-    def normal(self, *shape: int, trained: bool = True) -> Tensor:
-        x = torch.randn(*shape, generator=self.generator, dtype=self.dtype)
-        return x.to(self.device).requires_grad_(trained)
-
-    def common(self, video: tuple[int, ...], text_width: int, text_tokens: int = 5) -> Inputs:
-        """Return the inputs that every family takes; `video` is the shape of one row."""
-        return {
-            "hidden_states": self.normal(self.rows, *video),
-            "timestep": torch.linspace(3, 700, self.rows, device=self.device).long(),
-            "encoder_hidden_states": self.normal(self.rows, text_tokens, text_width),
-        }
-
-    @property
-    def text_mask(self) -> Tensor:
-        """The first row has two tokens of padding."""
-        mask = torch.ones(self.rows, 5, dtype=torch.long, device=self.device)
-        mask[0, 3:] = 0
-        return mask
-
-    def guidance(self) -> Inputs:
-        if not self.config.get("guidance_embeds"):
-            return {}
-        return {"guidance": torch.linspace(2, 4, self.rows, dtype=self.dtype, device=self.device)}
-
-
-def _latte(draw: Draw) -> Inputs:
-    """Return pixels, and a mask of the text for each frame."""
-    of, (_, height, width) = draw.config, draw.grid
-    frames, p = of.video_length, of.patch_size
-    return {
-        **draw.common((of.in_channels, frames, p * height, p * width), of.caption_channels),
-        "encoder_attention_mask": draw.text_mask.bool().repeat_interleave(frames, 0).unsqueeze(1),
-    }
-
-
-def _wan(draw: Draw) -> Inputs:
-    """Return pixels; if the model also reads an image, its tokens and 512 tokens of text."""
-    of = draw.config
-    video = (of.in_channels, *(n * p for n, p in zip(draw.grid, of.patch_size, strict=True)))
-    if of.image_dim is None:
-        return draw.common(video, of.text_dim)
-    if of.pos_embed_seq_len:  # of the first frame and the last
-        image = draw.normal(2 * draw.rows, of.pos_embed_seq_len // 2, of.image_dim)
-    else:
-        image = draw.normal(draw.rows, 3, of.image_dim)
-    return {**draw.common(video, of.text_dim, 512), "encoder_hidden_states_image": image}
-
-
-def _ltx(draw: Draw) -> Inputs:
-    """Return tokens and their grid."""
-    of, (frames, height, width) = draw.config, draw.grid
-    return {
-        **draw.common((frames * height * width, of.in_channels), of.caption_channels),
-        "encoder_attention_mask": draw.text_mask,
-        **{"num_frames": frames, "height": height, "width": width},
-    }
-
-
-def _flux(draw: Draw) -> Inputs:
-    """Return tokens of one frame, time steps up to 1, and positions."""
-    of, (_, height, width) = draw.config, draw.grid
-    inputs = draw.common((height * width, of.in_channels), of.joint_attention_dim)
-    axes = (torch.arange(n, device=draw.device, dtype=torch.float32) for n in (1, height, width))
-    return {
-        **inputs,
-        "timestep": inputs["timestep"] / 1000,
-        "pooled_projections": draw.normal(draw.rows, of.pooled_projection_dim),
-        **draw.guidance(),
-        "img_ids": torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3),
-        "txt_ids": torch.zeros(5, 3, device=draw.device),
-    }
-
-
-def _cogvideox(draw: Draw) -> Inputs:
-    """Return pixels of three frames and rotary angles, or the model's own grid if it learns positions."""
-    of, (_, height, width) = draw.config, draw.grid
-    t, p, frames = of.patch_size_t or 1, of.patch_size, 3
-    if of.use_learned_positional_embeddings:  # it has one embedding for each place
-        height, width = of.sample_height // p, of.sample_width // p
-        frames = (of.sample_frames - 1) // of.temporal_compression_ratio + 1
-    inputs = draw.common((t * frames, of.in_channels, p * height, p * width), of.text_embed_dim)
-    if of.ofs_embed_dim:
-        inputs["ofs"] = torch.full((1,), 2.0, device=draw.device)
-    if of.use_rotary_positional_embeddings:
-        angles = draw.normal(frames * height * width, of.attention_head_dim, trained=False)
-        inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
-    return inputs
-
-
-def _hunyuan_video(draw: Draw) -> Inputs:
-    """Return pixels, a mask of the text and its pooled embedding."""
-    of, (frames, height, width) = draw.config, draw.grid
-    t, p = of.patch_size_t, of.patch_size
-    return {
-        **draw.common((of.in_channels, t * frames, p * height, p * width), of.text_embed_dim),
-        "encoder_attention_mask": draw.text_mask,
-        "pooled_projections": draw.normal(draw.rows, of.pooled_projection_dim),
-        **draw.guidance(),
-    }
-
-
-def _qwen_image(draw: Draw) -> Inputs:
-    """Return tokens of one frame, time steps up to 1, and a mask of the text."""
-    of, (_, height, width) = draw.config, draw.grid
-    inputs = draw.common((height * width, of.in_channels), of.joint_attention_dim)
-    if of.use_additional_t_cond:
-        inputs["additional_t_cond"] = torch.zeros(draw.rows, dtype=torch.long, device=draw.device)
-    return {
-        **inputs,
-        "timestep": inputs["timestep"] / 1000,
-        **draw.guidance(),
-        "encoder_hidden_states_mask": draw.text_mask,
-        "img_shapes": [[(1, height, width)]] * draw.rows,
-    }
 
 
 @dataclass(frozen=True)
@@ -171,7 +38,6 @@ Plan = Mapping[str, Mapping[str | int, Split] | Join]
 class Family:
     """How one class of diffusers is sharded."""
 
-    inputs: Callable[[Draw], Inputs]  # random ones
     accepts: tuple[str, ...]  # arguments of its forward besides those that all families take
     blocks: tuple[str, ...]  # module lists, sharded block by block by FSDP
     # Patch size by dimension of `hidden_states`, from the config. Empty if these are tokens already: then the output is
@@ -197,8 +63,6 @@ _DOUBLE_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
 _LOCAL_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0", "XFormersAttnProcessor")
 """Of attention to one frame, to the text, or among the text's tokens."""
 
-_BACKENDS = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-
 
 def _grid_of_ltx(given: Mapping[str, Any]) -> int | None:
     sides: list[Any] = [given.get(name) for name in ("num_frames", "height", "width")]
@@ -216,14 +80,12 @@ def _grid_of_qwen(given: Mapping[str, Any]) -> int | None:
 
 FAMILIES = {
     "LatteTransformer3DModel": Family(
-        inputs=_latte,
         accepts=("encoder_attention_mask", "enable_temporal_attentions"),
         blocks=("transformer_blocks", "temporal_transformer_blocks"),
         patches=lambda config: {2: 1, 3: config.patch_size, 4: config.patch_size},
         channels_last=True,
     ),
     "WanTransformer3DModel": Family(
-        inputs=_wan,
         accepts=("encoder_hidden_states_image",),
         blocks=("blocks",),
         patches=lambda config: dict(zip((2, 3, 4), config.patch_size, strict=True)),
@@ -232,7 +94,6 @@ FAMILIES = {
         processors=("WanAttnProcessor",),
     ),
     "LTXVideoTransformer3DModel": Family(
-        inputs=_ltx,
         accepts=("encoder_attention_mask", "num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
         blocks=("transformer_blocks",),
         attention=("transformer_blocks.*.attn1",),
@@ -246,7 +107,6 @@ FAMILIES = {
         grid=_grid_of_ltx,
     ),
     "FluxTransformer2DModel": Family(
-        inputs=_flux,
         accepts=("pooled_projections", "img_ids", "txt_ids", "guidance"),
         blocks=_DOUBLE_AND_SINGLE,
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
@@ -254,7 +114,6 @@ FAMILIES = {
         streams=("encoder_hidden_states", "hidden_states"),
     ),
     "CogVideoXTransformer3DModel": Family(
-        inputs=_cogvideox,
         accepts=("timestep_cond", "ofs", "image_rotary_emb"),
         blocks=("transformer_blocks",),
         patches=lambda config: {1: config.patch_size_t or 1, 3: config.patch_size, 4: config.patch_size},
@@ -264,7 +123,6 @@ FAMILIES = {
         plan={"": {"image_rotary_emb": Split(0, 2)}, "transformer_blocks.0": _HIDDEN_AND_TEXT, "proj_out": Join(1)},
     ),
     "HunyuanVideoTransformer3DModel": Family(
-        inputs=_hunyuan_video,
         accepts=("encoder_attention_mask", "pooled_projections", "guidance"),
         blocks=_DOUBLE_AND_SINGLE,
         patches=lambda config: {2: config.patch_size_t, 3: config.patch_size, 4: config.patch_size},
@@ -280,7 +138,6 @@ FAMILIES = {
         unsupported=("image_condition_type", "token_replace"),
     ),
     "QwenImageTransformer2DModel": Family(
-        inputs=_qwen_image,
         accepts=("encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
         blocks=("transformer_blocks",),
         attention=("transformer_blocks.*.attn",),
@@ -309,7 +166,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def check_modules(model: nn.Module, family: Family) -> None:
-    """Raise if an attention's processor or backend, or a hook of diffusers, is one that longspan does not know.
+    """Raise for an attention processor or a hook of diffusers that longspan does not know.
 
     Users may change them after `parallelize`.
     """
@@ -329,23 +186,11 @@ def check_modules(model: nn.Module, family: Family) -> None:
                 f"{path} has the attention processor {type(processor).__name__}, which longspan does not know; use "
                 f"{' or '.join(known)}"
             )
-        if path in shared and (backend := attention_backend(processor)) not in _BACKENDS:
-            raise LongspanError(
-                f"{path} has the attention backend {backend!r}, which does not call scaled_dot_product_attention; use "
-                f"{', '.join(_BACKENDS)}"
-            )
 
 
 def plan_of(model: nn.Module, family: Family) -> Plan:
     """Return where a model's tokens are split and joined."""
-    if family.plan is not None:
-        return family.plan
-    plan = split_plan(model)
-    if not plan and family.attention:
-        raise LongspanError(
-            f"{type(model).__name__} has no `_cp_plan` in this version of diffusers; use diffusers 0.42"
-        )
-    return plan
+    return split_plan(model) if family.plan is None else family.plan
 
 
 def matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:

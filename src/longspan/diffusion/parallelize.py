@@ -21,7 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
 from longspan.diffusion import latte
 from longspan.diffusion.attention import bind
-from longspan.diffusion.families import Draw, Family, check_modules, family_of, matching, plan_of
+from longspan.diffusion.families import Family, check_modules, family_of, matching, plan_of
 from longspan.diffusion.tokens import Tokens, install, named_arguments, split_named
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.forward.misuse import refuse_copies
@@ -32,8 +32,6 @@ from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientAverage
 
 _ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
-_ROWS = 13  # of the example inputs, by which their dimension of rows is found
-_BROADCAST = ("guidance", "pooled_projections")  # one entry is for all rows
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
 
 
@@ -147,8 +145,6 @@ class _Entrance:
         self.name = type(model).__name__  # FSDP renames the class
         self.signature = inspect.signature(type(model).forward)
         self.accepted = {*_ACCEPTED, *family.accepts, *_ATTENTION_ARGUMENTS}
-        examples = family.inputs(Draw(model.config, _ROWS, (1, 1, 1), torch.Generator(), torch.device("cpu")))
-        self.shapes = {name: tuple(x.shape) for name, x in _flat(examples).items() if isinstance(x, Tensor)}
         self.gradients: GradientAverage | None = None
         self.inputs = None
         if sp.world_size > 1:
@@ -193,22 +189,13 @@ class _Entrance:
             if set(arguments[key]) - {"scale"}:
                 raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
         check_modules(model, self.family)
-        hidden = arguments.get("hidden_states")
-        if not isinstance(hidden, Tensor):
-            raise LongspanError(f"`hidden_states` of {name} must be a tensor, got {type(hidden).__name__}")
-        patches = self.family.patches(model.config)
-        if patches and hidden.dim() != 5:
-            raise LongspanError(f"`hidden_states` of {name} must have 5 dimensions, got {tuple(hidden.shape)}")
+        hidden, patches = arguments["hidden_states"], self.family.patches(model.config)
         for dim, patch in patches.items():
-            if hidden.shape[dim] % patch:
+            if hidden.size(dim) % patch:
                 raise LongspanError(
                     f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {hidden.shape[dim]} entries, which "
                     f"the patch size {patch} does not divide; crop or pad the video"
                 )
-        self._check_shapes(hidden, patches, _flat(arguments))
-        missing = next((name for name in self.family.streams if not isinstance(arguments.get(name), Tensor)), None)
-        if missing is not None:
-            raise LongspanError(f"`{missing}` of {name} must be a tensor, got {type(arguments.get(missing)).__name__}")
         tokens = {stream: arguments[stream].shape[1] for stream in self.family.streams}
         if patches:
             tokens["hidden_states"] = math.prod(hidden.shape[dim] // patch for dim, patch in patches.items())
@@ -223,40 +210,6 @@ class _Entrance:
         on_grid = None if self.family.grid is None else self.family.grid(arguments)
         if on_grid is not None:
             tokens["0"] = on_grid  # of the rotary embedding
-
-    def _check_shapes(self, hidden: Tensor, patches: Mapping[int, int], arguments: Mapping[str, Any]) -> None:
-        """Raise for dimensions, rows and widths other than those of the family's own inputs.
-
-        The model would raise inside, on the replicas that have such inputs alone.
-        """
-        text = arguments.get("encoder_hidden_states")
-        for name, like in self.shapes.items():
-            x = arguments.get(name)
-            if not isinstance(x, Tensor):
-                continue
-            shape = tuple(x.shape)
-            if name == "timestep":
-                if shape not in ((), (1,)) and not (shape[0] == len(hidden) and len(shape) <= 2):
-                    raise LongspanError(f"`timestep` must have one entry, or one for each of {len(hidden)} rows (and "
-                                        f"token), got {shape}")  # fmt: skip
-                continue
-            if "mask" in name:
-                if isinstance(text, Tensor) and shape[-1:] != text.shape[1:2]:
-                    raise LongspanError(f"`{name}` of shape {shape} must end in the {text.shape[1]} tokens of "
-                                        f"`encoder_hidden_states`")  # fmt: skip
-                continue
-            if len(shape) != len(like):
-                raise LongspanError(f"`{name}` must have {len(like)} dimensions, got a tensor of shape {shape}")
-            each, other = divmod(like[0], _ROWS)  # rows for a row of `hidden_states`
-            one = name in _BROADCAST and shape[0] == 1
-            if not other and shape[0] != each * len(hidden) and not one:
-                raise LongspanError(f"`{name}` of shape {shape} must have {each * len(hidden)} rows, for the "
-                                    f"{len(hidden)} of `hidden_states`")  # fmt: skip
-            pixels = patches and name == "hidden_states"
-            width = next(dim for dim in range(1, 5) if dim not in patches) if pixels else -1
-            if len(like) > 1 and shape[width] != like[width]:
-                raise LongspanError(f"`{name}` of shape {shape} must have {like[width]} entries in dimension "
-                                    f"{width % len(like)}, by the model's config")  # fmt: skip
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:

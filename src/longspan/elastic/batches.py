@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.arguments import check_sharding, describe
+from longspan.comm.arguments import describe
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
 from longspan.core.memory import FASTEST
-from longspan.core.validation import LARGEST_COUNT, check_number, checked_call
+from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.elastic.schedule import Group, SampleCosts, Schedule, make_schedule
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_of, tokens_of
 from longspan.hf.batch.shard import IGNORE, WIDTH
@@ -122,7 +122,6 @@ class Elastic:
         return torch.arange(len(sample), device=sample.input_ids.device) if made is None else made[0]
 
 
-@checked_call(sp=lambda _, sp: check_sharding(sp))
 def schedule(
     lengths: Sequence[int],
     sp: SequenceSharding,
@@ -153,7 +152,6 @@ def schedule(
     return make_schedule(list(lengths), Elastic(sp, model, tokens_per_rank, gpu).costs, tokens_per_rank)
 
 
-@checked_call(sp=lambda _, sp: check_sharding(sp))
 def elastic_batches(
     dataset: Any,
     sp: SequenceSharding,

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.comm.arguments import as_dtype, check_sharding, describe
+from longspan.comm.arguments import as_dtype
 from longspan.comm.consistency import check_on_every_rank
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
-from longspan.core.validation import checked_call, refuse_unknown
+from longspan.core.validation import refuse_unknown
 from longspan.hf.model.pretrained import (
     base_of,
     check_source,
@@ -40,25 +40,6 @@ from longspan.hf.weights.sources import Files, FirstRank, materialize, to_meta
 Prepare = Callable[[Any], Any]
 
 
-def _as_name(argument: str, name: Any) -> str:
-    if not isinstance(name, str | Path):
-        raise LongspanError(
-            f"`{argument}` must be a folder or the name of a model on the Hugging Face hub, got {describe(name)}; pass "
-            "a model object to longspan.parallelize instead"
-        )
-    return str(name)
-
-
-def _as_dtype(argument: str, dtype: Any) -> torch.dtype | str:
-    return "auto" if dtype == "auto" else as_dtype(argument, dtype)
-
-
-def _check_prepare(argument: str, prepare: Any) -> None:
-    if prepare is not None and not callable(prepare):
-        raise LongspanError(f"`{argument}` must be a function of the model, got {describe(prepare)}")
-
-
-@checked_call(name=_as_name, sp=lambda _, sp: check_sharding(sp), dtype=_as_dtype, prepare=_check_prepare)
 def from_pretrained(
     name: str | Path,
     sp: SequenceSharding,
@@ -101,17 +82,17 @@ def from_pretrained(
 def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
     import transformers
 
+    asked = None if dtype == "auto" else as_dtype("dtype", dtype)
     check_source("name", name)
     adapter, name = name if is_adapter(name) else None, base_of("name", name)
     config = open_config(name, name)
     kinds = ("MaskedLM", "SequenceClassification", "TokenClassification")
     kind = next((k for k in kinds for name in config.architectures or () if name.endswith(f"For{k}")), None)
     auto = language_model_class(config) if kind is None else getattr(transformers, f"AutoModelFor{kind}")
-    if dtype == "auto":
-        dtype = config.dtype
-    if not isinstance(dtype, torch.dtype):
+    asked = asked or config.dtype
+    if asked is None:
         raise LongspanError(f"the config of {name} names no dtype; give from_pretrained(..., dtype=torch.bfloat16)")
-    return Origin(auto, config, dtype, name, label=name, adapter=adapter)
+    return Origin(auto, config, asked, name, label=name, adapter=adapter)
 
 
 def _unchanged(model: Any) -> Any:

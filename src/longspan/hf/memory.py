@@ -29,7 +29,6 @@ from longspan.core.experts import Experts
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
-from longspan.core.validation import checked_call
 from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import draws, final_norm
@@ -294,7 +293,6 @@ class MemoryManager(Stage):
         self.store.reserve(per_token * call.info.rows * call.info.local_length)
 
 
-@checked_call()
 def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
 
@@ -310,11 +308,9 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         options: of `torch.compile`; not `fullgraph=True`, as there are several graphs.
 
     Raises:
-        LongspanError: for a model that is not parallelized, or `fullgraph=True`.
+        LongspanError: for a model that is not parallelized.
     """
     state = state_of(model)
-    if options.get("fullgraph"):
-        raise LongspanError("fullgraph=True: a layer is several graphs, with attention between them; leave it out")
     compiled = functools.cache(lambda forward: torch.compile(forward, **options))  # once for all layers of a class
     for layer in state.memory.layers:
         setattr(layer, COMPILED, compiled(type(layer).forward))

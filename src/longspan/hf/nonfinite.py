@@ -18,14 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.arguments import check_module
 from longspan.comm.consistency import local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks
-from longspan.core.validation import check_flag, checked_call
-from longspan.hf.batch.shard import check_batch
 from longspan.hf.state import state_of
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.deferred_logits import Head
@@ -56,7 +53,6 @@ _First = tuple[int, NonFinite] | None
 """The first on this rank, without `ranks`, after its number among the tensors of a run."""
 
 
-@checked_call(model=check_module, batch=check_batch, backward=check_flag)
 def find_nonfinite(model: nn.Module, batch: Mapping[str, Any], *, backward: bool = True) -> NonFinite | None:
     """Run a parallelized model once on a batch, and return where the first NaN or infinity appears. Collective.
 

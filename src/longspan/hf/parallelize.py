@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,23 +24,15 @@ from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.friends_api import is_model_of_diffusers
 from longspan.compat.versions import untested
-from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
-from longspan.core.validation import checked_call
 from longspan.diffusion.parallelize import shard_diffusion_model
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.cache.generate import replace_generate
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of
-from longspan.hf.forward.misuse import (
-    ModelChangeCheck,
-    WeightDamageCheck,
-    refuse_plain_tensors_of_shards,
-    refuse_saving_shards,
-    refuse_wrappers_and_casts,
-)
+from longspan.hf.forward.misuse import ModelChangeCheck, refuse_copies, refuse_saving_shards
 from longspan.hf.forward.mixers import MixerLayers
 from longspan.hf.forward.stage import ModelTraits
 from longspan.hf.forward.tensor import TensorParallel
@@ -57,12 +49,6 @@ from longspan.losses.deferred_logits import Head
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def _check_order(_: str, model: Any) -> None:
-    if isinstance(model, SequenceSharding):
-        raise LongspanError("`model` is a SequenceSharding; call longspan.parallelize(model, sp)")
-
-
-@checked_call(model=_check_order, sp=lambda _, sp: check_sharding(sp))
 def parallelize(
     model: Model,
     sp: SequenceSharding,
@@ -73,7 +59,6 @@ def parallelize(
     weights: Literal["same", "broadcast"] = "same",
     check_batches: int | None = None,
     check_weights: int = 100,
-    check_at_rest: bool = False,
     logits: bool = False,
     memory: MemoryLevel | Memory = "fastest",
     dropout: float | None = None,
@@ -109,8 +94,6 @@ def parallelize(
             and then in every hundredth. 0: never.
         check_weights: with `fsdp=False`, compare a digest of all weights over the ranks every `check_weights` training
             forwards. 0: never.
-        check_at_rest: compute checksums of this rank's weights after each optimizer step, and compare them before the
-            next step and at each forward, to detect damaged memory. Each check reads all of this rank's weights once.
         logits: True: compute logits in training too. By default a training forward with labels computes none: head and
             cross entropy run tile by tile over the tokens, and `out.logits` is None (`longspan.losses.cross_entropy`).
         memory: how to save memory in training. "fastest": not at all. "longest": every memory option that stays on the
@@ -148,8 +131,9 @@ def parallelize(
             the reason), heads that do not fit `sp`, incompatible options, or ranks with different models, weights or
             options (naming the ranks and the difference).
     """
+    check_sharding(sp)
     options = ParallelizeOptions(
-        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
+        fsdp, mp_policy, kernel, weights, check_batches, check_weights, logits, memory, dropout,
         tensor_style, gather_output, experts,
     )  # fmt: skip
     if is_model_of_diffusers(model):
@@ -169,14 +153,13 @@ def parallelize(
     state = ParallelState(
         inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients, checked.experts
     )
-    weight_damage = WeightDamageCheck(inner) if check_at_rest else None
-    state.forward = ForwardHooks(inner, state, batches, model_changes, weight_damage, compute_logits=logits)
+    state.forward = ForwardHooks(inner, state, batches, model_changes, compute_logits=logits)
     state.forward.install(inner, fsdp=checked.shards_weights)
     if inner.can_generate():
         replace_generate(inner)
     if sp.tensor_size > 1 or checked.shards_weights:
         refuse_saving_shards(model, inner)
-        refuse_plain_tensors_of_shards(inner)
+    refuse_copies(inner)
     inner.longspan_state = state
     return model
 
@@ -204,7 +187,6 @@ def _consistency_checks(
         batches = BatchCheck(sp, options.check_batches, replicas)
     elif not checked.shards_weights:
         return None, None
-    refuse_wrappers_and_casts(model, inner)
     sharded = sp.tensor_size > 1 or checked.shards_weights
     return batches, ModelChangeCheck(inner, sp, options.mp_policy, sharded=sharded)
 

@@ -26,7 +26,7 @@ from longspan.core.experts import Experts
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.parallel import ParallelConfig
-from longspan.core.validation import check_choice, check_flag, format_value
+from longspan.core.validation import check_choice, check_count, check_flag, format_value
 from longspan.hf.memory import AutoMemory, MemoryModules
 from longspan.hf.model.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
 from longspan.hf.model.vision import core_of
@@ -48,7 +48,6 @@ class ParallelizeOptions:
     weights: str = "same"
     check_batches: int | None = None
     check_weights: int = 100
-    check_at_rest: bool = False
     logits: bool = False
     memory: MemoryLevel | Memory = "fastest"
     dropout: float | None = None
@@ -156,34 +155,31 @@ def _check_structure(
 
 def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_weights: bool) -> None:
     check_choice("tensor_style", options.tensor_style, STYLES)
-    if options.gather_output is not True:
-        raise LongspanError(
+    check_choice("weights", options.weights, ("same", "broadcast"))
+    check_flag("fsdp", options.fsdp)
+    check_flag("logits", options.logits)
+    check_count("check_weights", options.check_weights)
+    if options.check_batches is not None:
+        check_count("check_batches", options.check_batches)
+    why = "with fsdp=False" if not options.fsdp else "on one rank, where nothing is sharded,"
+    for applies, reason in (
+        (
+            options.gather_output is not True,
             f"gather_output={format_value(options.gather_output)} is an option of diffusion transformers; a language "
-            f"model's logits are those of this rank's tokens"
-        )
-    policy = options.mp_policy
-    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise LongspanError(
-            f"mp_policy={format_value(policy)} is no policy; give torch.distributed.fsdp.MixedPrecisionPolicy("
-            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
-        )
-    for option in ("fsdp", "check_at_rest", "logits"):
-        check_flag(option, getattr(options, option))
-    if policy is not None and not shards_weights:
-        why = "with fsdp=False" if not options.fsdp else "on one rank, where nothing is sharded,"
-        raise LongspanError(f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model")
-    if options.weights not in ("same", "broadcast"):
-        raise LongspanError(f"weights={options.weights!r} is unknown; choose 'same' or 'broadcast'")
-    dropout = options.dropout
-    if dropout is not None and (isinstance(dropout, bool) or dropout != 0):
-        raise LongspanError(
-            f"dropout={format_value(dropout)}: it takes 0.0 alone, which switches the model's dropout off; set other "
-            "values in the config that the model is made from"
-        )
-    for option in ("check_batches", "check_weights"):
-        value = getattr(options, option)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise LongspanError(f"{option}={value!r} must be a number of forwards, 0 for none")
+            f"model's logits are those of this rank's tokens",
+        ),
+        (
+            options.mp_policy is not None and not shards_weights,
+            f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model",
+        ),
+        (
+            options.dropout is not None and (isinstance(options.dropout, bool) or options.dropout != 0),
+            f"dropout={format_value(options.dropout)}: it takes 0.0 alone, which switches the model's dropout off; set "
+            f"other values in the config that the model is made from",
+        ),
+    ):
+        if applies:
+            raise LongspanError(reason)
 
 
 def _check_parameters(model: PreTrainedModel, options: ParallelizeOptions) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import checked_call
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +67,6 @@ def state_of(model: nn.Module) -> ParallelState:
     raise LongspanError(f"{type(model).__name__} is not parallelized; call longspan.parallelize(model, sp) first")
 
 
-@checked_call()
 def explain(model: nn.Module) -> str:
     """Return what `parallelize` chose for a model: mesh, layout, memory options and why, and in its last forward the
     attention kernel of each kind of layer.

@@ -34,7 +34,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan import checkpoint as checkpoints
 from longspan.checkpoint.folder import begin
-from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import error_text
 from longspan.compat.accelerate_api import ReplicaAccelerator
@@ -42,7 +41,6 @@ from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.compat.transformers_api import output_dir_of
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
-from longspan.core.validation import checked_call
 from longspan.elastic.batches import Elastic, samples_of_batch
 from longspan.hf.batch.shard import IGNORE, WIDTH
 from longspan.hf.forward.loss import problem_of
@@ -76,7 +74,6 @@ REFUSED = {
 """Training arguments that must be unset, and why."""
 
 
-@checked_call()
 def trainer(cls: Class) -> Class:
     """Return a subclass of a Hugging Face trainer that trains over sharded sequences.
 
@@ -124,7 +121,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     accelerator: Any
 
-    @checked_call(sp=lambda _, sp: check_sharding(sp))
     def __init__(
         self,
         *args: Any,

@@ -20,10 +20,11 @@ from longspan.comm.objects import on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.core.validation import read_text
-from longspan.diffusion.families import FAMILIES, Draw, Family, Inputs, family_of
+from longspan.diffusion.families import FAMILIES, Family, family_of
 from longspan.hf.model.pretrained import first_line
 from longspan.hf.parallelize import parallelize
 from longspan.verify.config import VerifyConfig
+from longspan.verify.latents import INPUTS, Draw, Inputs
 from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded_runs, whole_part
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def make_inputs(family: Family, model: Any, config: VerifyConfig) -> tuple[Input
     scale = max(1, math.isqrt(config.context // 75))
     scale -= 1 - scale % 2
     draw = Draw(model.config, config.batch, (5, 3 * scale, 5 * scale), generator, device)
-    inputs = family.inputs(draw)
+    inputs = INPUTS[type(model).__name__](draw)
     sizes, patches = inputs["hidden_states"].shape, family.patches(model.config)
     tokens = math.prod(sizes[dim] // patch for dim, patch in (patches or {1: 1}).items())
     with torch.no_grad():

@@ -17,7 +17,7 @@ from longspan.attn.kernels.flex import backward_by_autograd
 from longspan.attn.kernels.tiled import TiledKernel, TileScores, for_device
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
-from longspan.core.validation import check_function, checked_call
+from longspan.core.validation import check_function
 
 
 class LseKernel(TiledKernel):
@@ -66,7 +66,6 @@ class LseKernel(TiledKernel):
         return backward_by_autograd(functools.partial(self.tile_forward, how=how), inputs, k, v)
 
 
-@checked_call()
 def kernel_with_lse(function: Callable[..., tuple[Tensor, Tensor]]) -> LseKernel:
     """Make a kernel from a function that returns the log-sum-exp, so that it works in rings. Usable as a decorator.
 

@@ -18,13 +18,12 @@ from longspan.comm.arguments import check_dim, check_sharding, check_tensor, des
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, reshard, shard_along, shard_sizes
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, checked_call, format_value
+from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 
 Attends = int | tuple[int, ...] | None
 """The dimensions that a block needs whole."""
 
 
-@checked_call(sp=lambda _, sp: check_sharding(sp))
 def dsp(sp: SequenceSharding, attends: Sequence[Attends], sizes: Mapping[int, int]) -> DynamicSharding:
     """Plan which dimension is sharded in each block of a stack, with as few switches as possible.
 
@@ -44,6 +43,7 @@ def dsp(sp: SequenceSharding, attends: Sequence[Attends], sizes: Mapping[int, in
     Raises:
         LongspanError: if a block attends along every dimension of `sizes`.
     """
+    check_sharding(sp)
     if not isinstance(attends, list | tuple):
         raise LongspanError(f"`attends` must list what each block attends along, got {describe(attends)}")
     for each in attends:

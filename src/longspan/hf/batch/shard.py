@@ -23,7 +23,7 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import listed
-from longspan.core.validation import check_flag, checked_call
+from longspan.core.validation import check_flag
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
 from longspan.hf.model.support import HELP
 from longspan.hf.model.vision import PICTURE_KEYS
@@ -138,7 +138,6 @@ def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceShard
     return sp.of_width(width)
 
 
-@checked_call()
 def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
     """Shard a batch for a model of your own; a parallelized model takes the whole batch, and shards it itself.
 

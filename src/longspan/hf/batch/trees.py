@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, checked_call, format_value
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_number
 from longspan.losses.cross_entropy import IGNORE
 
 Ids = Sequence[int] | Tensor
@@ -56,7 +56,6 @@ class TreePack(dict[str, Tensor]):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-@checked_call()
 def pack_tree(
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
@@ -82,21 +81,15 @@ def pack_tree(
         `pack.completions(longspan.token_logprobs(model, pack, gather=True))` their log-probabilities.
 
     Raises:
-        LongspanError: for lists of different lengths, empty completions, and entries that are no ids.
+        LongspanError: for empty completions, and masks that do not fit them.
+        ValueError: for lists of different lengths.
     """
     check_number("shortest", shortest, 1, LARGEST_COUNT, whole=True)
-    if count not in ("each", "once"):
-        raise LongspanError(f"count={format_value(count)} must be 'each' or 'once'")
-    sizes = [len(x) for x in (prompts, completions, *(() if masks is None else (masks,)))]
-    if len(set(sizes)) > 1 or not sizes[0]:
-        raise LongspanError(
-            f"pack_tree needs a prompt (and a mask) for each completion, got {' and '.join(map(str, sizes))}; repeat a "
-            f"prompt for each of its completions"
-        )
+    check_choice("count", count, ("each", "once"))
     sequences, trained, starts = [], [], []
-    for i in range(len(prompts)):
-        prompt, completion = _ids(f"prompts[{i}]", prompts[i]), _ids(f"completions[{i}]", completions[i])
-        mask = [1] * len(completion) if masks is None else _ids(f"masks[{i}]", masks[i])
+    for i, given in enumerate(zip(prompts, completions, completions if masks is None else masks, strict=True)):
+        prompt, completion, mask = (x.tolist() if isinstance(x, Tensor) else list(x) for x in given)
+        mask = [1] * len(completion) if masks is None else mask
         if not completion:
             raise LongspanError(f"completions[{i}] is empty; leave the sequence out")
         if len(mask) != len(completion) or not set(mask) <= {0, 1}:
@@ -108,13 +101,6 @@ def pack_tree(
     if count == "once":
         entries["loss_weights"].clamp_(max=1)
     return TreePack(entries, paths, starts)
-
-
-def _ids(name: str, ids: Any) -> list[int]:
-    found = ids.tolist() if isinstance(ids, Tensor) else list(ids) if isinstance(ids, Sequence) else None
-    if found is None or not set(map(type, found)) <= {int}:
-        raise LongspanError(f"{name} must be a sequence of integers, got {format_value(ids)}")
-    return found
 
 
 @dataclass(frozen=True, eq=False)

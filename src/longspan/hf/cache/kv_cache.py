@@ -26,12 +26,11 @@ from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
 from longspan.cache.recurrent import RecurrentLayer
 from longspan.cache.static import StaticDecode
-from longspan.comm.arguments import check_module
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.cache import GENERATED_RUN, CacheConfig, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
-from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call
+from longspan.core.validation import as_path, check_number
 from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.cache import files
 from longspan.hf.state import ParallelState, state_of
@@ -116,7 +115,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
             `cuda_graph` where a step cannot be captured.
     """
 
-    @checked_call(model=check_module, room=check_count, cuda_graph=check_flag)
     def __init__(
         self,
         model: Any,
@@ -294,7 +292,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if self.staging is not None:
             self.staging.reset()
 
-    @checked_call(max_length=functools.partial(check_number, whole=True))
     def crop(self, max_length: int) -> None:
         """Keep only the first tokens, on every rank.
 
@@ -305,6 +302,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: if a layer's sliding window has discarded tokens that it would need again, for a model with
                 recurrent layers, or after a forward that failed.
         """
+        check_number("max_length", max_length, whole=True)
         past = self.kv_placement.length
         length = min(past, max_length if max_length > 0 else max(0, past + max_length))
         all_stored = self.rollback is not None and length >= self.rollback
@@ -360,7 +358,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     # --- on disk, and sizes
 
-    @checked_call(folder=as_path)
     def save(self, folder: str | Path) -> None:
         """Write the cache to a folder, a file per rank; `load` reads it on any mesh. Collective in the sequence group.
 
@@ -372,10 +369,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: on every rank: for a cache that is empty or incomplete, a folder with other content, or an
                 I/O error.
         """
-        files.save(self, Path(folder))
+        files.save(self, as_path("folder", folder))
 
     @classmethod
-    @checked_call(folder=as_path, model=check_module, room=check_count, cuda_graph=check_flag)
     def load(
         cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none", cuda_graph: bool = False
     ) -> ShardedCache:
@@ -392,7 +388,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: on every rank: for missing or damaged files, or a model with another config, naming the
                 difference.
         """
-        path, state = Path(folder), state_of(model)
+        path, state = as_path("folder", folder), state_of(model)
         cls(model, offload=offload)  # refuse the arguments before the files are read
         index = files.read_index(path, state.config, state.sp)
         cache = cls(

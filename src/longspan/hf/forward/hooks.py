@@ -21,7 +21,7 @@ from longspan.hf.cache.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
 from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, PooledHead, RouterLoss
-from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
+from longspan.hf.forward.misuse import ModelChangeCheck
 from longspan.hf.forward.random import RandomStream, WholeNoise
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
@@ -43,7 +43,6 @@ class ForwardHooks:
         state: ParallelState,
         batches: BatchCheck | None,
         model_changes: ModelChangeCheck | None,
-        weight_damage: WeightDamageCheck | None,
         *,
         compute_logits: bool,
     ) -> None:
@@ -56,7 +55,7 @@ class ForwardHooks:
         self.model, self.shards_weights, self.replays = model, False, False
         self.no_inference_mode = contextlib.ExitStack()
 
-        self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
+        self.model_changes, self.tensor = model_changes, tensor
         self.gradients = state.gradients
         self.vision = VisionTower(model, state) if traits.encoders else None
         self.encode = None if self.vision is None else EncodePictures(self.vision)
@@ -77,7 +76,6 @@ class ForwardHooks:
         else:
             stages = [
                 self.model_changes,
-                self.weight_damage,
                 self.tensor,
                 self.vision,
                 self.shard,

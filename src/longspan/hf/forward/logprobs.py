@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import check_flag, check_number, checked_call
-from longspan.hf.batch.shard import check_batch, has_labels
+from longspan.core.validation import check_number
+from longspan.hf.batch.shard import has_labels
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.state import state_of
 from longspan.losses.cross_entropy import IGNORE
@@ -23,7 +23,6 @@ from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import EXTRAS, logprobs_of, uniform_logprobs
 
 
-@checked_call(batch=check_batch, entropy=check_flag, top1=check_flag, gather=check_flag, shared_prefixes=check_flag)
 def token_logprobs(
     model: nn.Module,
     batch: Mapping[str, Any],

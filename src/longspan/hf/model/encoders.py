@@ -69,16 +69,7 @@ class GridEncoder(Encoder):
     frames_apart: bool = False  # whether the processor writes text (its time) between a video's frames
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
-        grids, merge = self._grids(batch), core.visual.spatial_merge_size
-        pixels, embed = batch[self.pixels], core.visual.patch_embed
-        frames, size = embed.temporal_patch_size, embed.patch_size
-        if pixels.dim() != 2 or pixels.shape[1] != embed.in_channels * frames * size**2:
-            raise LongspanError(
-                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; each patch has {embed.in_channels} channels x "
-                f"{frames} frames (temporal_patch_size) x {size} x {size} pixels, "
-                f"{embed.in_channels * frames * size**2} values; repeat the last frame of a video until {frames} "
-                f"divides their number"
-            )
+        grids, merge = batch[self.grid].tolist(), core.visual.spatial_merge_size
         for i, (t, h, w) in enumerate(grids):
             if min(t, h, w) < 1 or h % merge or w % merge:
                 raise LongspanError(
@@ -96,7 +87,7 @@ class GridEncoder(Encoder):
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         grids, frames, first, last = list[list[int]](), 0, 0, 0
-        for t, h, w in self._grids(batch):
+        for t, h, w in batch[self.grid].tolist():
             before, mine = max(0, min(t, start - frames)), min(t, stop - frames)
             first, last = first + before * h * w, last + max(0, mine) * h * w
             if mine > before:
@@ -111,16 +102,6 @@ class GridEncoder(Encoder):
         grid = torch.tensor([[1, merge, merge]], device=device)
         return {self.pixels: torch.zeros(merge**2, width, device=device), self.grid: grid}
 
-    def _grids(self, batch: Mapping[str, Any]) -> list[list[int]]:
-        grid = batch.get(self.grid)
-        if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
-            got = tuple(grid.shape) if isinstance(grid, Tensor) else type(grid).__name__
-            raise LongspanError(
-                f"`{self.pixels}` needs `{self.grid}`, integers [{self.modality}s, 3]: frames, height and width in "
-                f"patches; got {got}"
-            )
-        return grid.tolist()
-
 
 @dataclass(frozen=True)
 class ImageEncoder(Encoder):
@@ -133,19 +114,15 @@ class ImageEncoder(Encoder):
     """Return the embeddings of a picture, given its height and width in patches and whether it has `image_sizes`."""
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
-        pixels, sizes = batch[self.pixels], batch.get("image_sizes")
-        if pixels.dim() != 4:
-            raise LongspanError(
-                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [pictures, channels, height, width]"
-            )
-        each = [list(pixels.shape[2:])] * len(pixels) if sizes is None else sizes.tolist()
-        if len(each) != len(pixels):
-            raise LongspanError(f"`image_sizes` has {len(each)} entries, `{self.pixels}` {len(pixels)} pictures")
-        outside = next((i for i, (h, w) in enumerate(each) if h > pixels.shape[2] or w > pixels.shape[3]), None)
+        sizes, (count, _, height, width) = batch.get("image_sizes"), batch[self.pixels].shape
+        each = [[height, width]] * count if sizes is None else sizes.tolist()
+        if len(each) != count:
+            raise LongspanError(f"`image_sizes` has {len(each)} entries, `{self.pixels}` {count} pictures")
+        outside = next((i for i, (h, w) in enumerate(each) if h > height or w > width), None)
         if outside is not None:
             raise LongspanError(
-                f"`image_sizes` gives {each[outside]} for picture {outside}, more than the {list(pixels.shape[2:])} "
-                f"pixels of `{self.pixels}`; pad the pixels to the largest picture"
+                f"`image_sizes` gives {each[outside]} for picture {outside}, more than the {[height, width]} pixels of "
+                f"`{self.pixels}`; pad the pixels to the largest picture"
             )
         patch = _two(core.config.vision_config.patch_size)
         grids = [(h // patch[0], w // patch[1]) for h, w in each]
@@ -196,28 +173,19 @@ class TileEncoder(Encoder):
     """
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
-        pixels, sizes = batch[self.pixels], batch.get("image_sizes")
-        if pixels.dim() != 5:
-            raise LongspanError(
-                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [images, tiles, channels, height, width]"
-            )
-        _check_side(self.pixels, pixels, core)
-        if sizes is None or tuple(sizes.shape) != (len(pixels), 2):
-            got = "none" if sizes is None else f"the shape {tuple(sizes.shape)}"
-            raise LongspanError(
-                f"`{self.pixels}` holds {len(pixels)} images and needs `image_sizes` [{len(pixels)}, 2], the height "
-                f"and width of each before it was cut into tiles; got {got}"
-            )
+        sizes, (images, room, *_) = batch["image_sizes"].tolist(), batch[self.pixels].shape
+        if len(sizes) != images:
+            raise LongspanError(f"`image_sizes` has {len(sizes)} entries, `{self.pixels}` {images} images")
         tiles = self._tiles(core, batch)
-        few = next((i for i, count in enumerate(tiles) if count > pixels.shape[1]), None)
+        few = next((i for i, count in enumerate(tiles) if count > room), None)
         if few is not None:
             raise LongspanError(
-                f"image {few} of {sizes[few].tolist()} pixels has {tiles[few]} tiles, `{self.pixels}` has room for "
-                f"{pixels.shape[1]} per image; give the `image_sizes` and `batch_num_images` of the processor"
+                f"image {few} of {sizes[few]} pixels has {tiles[few]} tiles, `{self.pixels}` has room for {room} per "
+                f"image; give the `image_sizes` and `batch_num_images` of the processor"
             )
         side = core.config.vision_config.image_size // core.config.vision_config.patch_size
         of_tile = llava_rows(core, side, side, False)
-        each = zip(tiles, sizes.tolist(), strict=True)
+        each = zip(tiles, sizes, strict=True)
         return Units(tuple(count * side**2 for count in tiles), tuple(self._rows(core, *x, of_tile) for x in each))
 
     def _tiles(self, core: Any, batch: Mapping[str, Any]) -> list[int]:
@@ -233,11 +201,6 @@ class TileEncoder(Encoder):
         if counts is None:
             return [True] * images
         numbers = [int(n) for n in counts.flatten()]
-        if sum(numbers) != images:
-            raise LongspanError(
-                f"`batch_num_images` counts {sum(numbers)} images, `image_sizes` has {images}; give the number of "
-                f"images of each row that has any"
-            )
         return [n == 1 for n in numbers for _ in range(n)]
 
     def _rows(self, core: Any, tiles: int, size: list[int], of_tile: int) -> int:
@@ -290,13 +253,7 @@ class PooledFrameEncoder(Encoder):
     """Videos `[videos, frames, channels, height, width]`. A unit is a frame, pooled 2 x 2; a newline ends a video."""
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
-        pixels, vision = batch[self.pixels], core.config.vision_config
-        if pixels.dim() != 5:
-            raise LongspanError(
-                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [videos, frames, channels, height, width]"
-            )
-        _check_side(self.pixels, pixels, core)
-        videos, frames = pixels.shape[:2]
+        vision, (videos, frames, *_) = core.config.vision_config, batch[self.pixels].shape
         side = vision.image_size // vision.patch_size
         rows = (-(-side // 2)) ** 2
         return Units((side**2,) * videos * frames, ((rows,) * (frames - 1) + (rows + 1,)) * videos)
@@ -331,11 +288,3 @@ class PooledFrameEncoder(Encoder):
         vision = core.config.vision_config
         shape = 1, 1, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size
         return {self.pixels: torch.zeros(shape, device=device)}
-
-
-def _check_side(name: str, pixels: Tensor, core: Any) -> None:
-    side = core.config.vision_config.image_size
-    if tuple(pixels.shape[-2:]) != (side, side):
-        raise LongspanError(
-            f"`{name}` has {pixels.shape[-2]} x {pixels.shape[-1]} pixels, the vision tower takes {side} x {side}"
-        )

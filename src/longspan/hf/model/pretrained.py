@@ -112,12 +112,7 @@ def base_of(flag: str, name: str) -> str:
     base = _read_json(flag, path, "save the adapter again").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise LongspanError(f"{flag} {path} names no base model; set base_model_name_or_path in it")
-    try:
-        check_source("its base model", base)
-    except LongspanError as error:
-        raise LongspanError(
-            f"{flag} {name} is an adapter: {error} (or set base_model_name_or_path in {ADAPTER})"
-        ) from error
+    check_source(f"{path}: base_model_name_or_path", base)
     return base
 
 
@@ -298,16 +293,9 @@ def _refuse_planners_name(flag: str, name: str) -> None:
 def _check_json(flag: str, name: str) -> None:
     """Raise for a file without a JSON object: transformers' own message is not always clear."""
     path = existing_path(flag, name)
-    if path is None:
-        return
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise LongspanError(
-                f"{flag} {name} has no config.json; give the folder of a model or of a PEFT adapter, or a config.json "
-                "itself"
-            )
-        path = path / "config.json"
-    check_layers(f"{flag} {name}", _read_json(flag, path, "give a model's config.json"))
+    path = path / "config.json" if path is not None and path.is_dir() else path
+    if path is not None and path.exists():
+        check_layers(f"{flag} {name}", _read_json(flag, path, "give a model's config.json"))
 
 
 def _read_json(flag: str, path: Path, fix: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,29 @@ _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAtt
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _VISION_LOSS = "ForConditionalGeneration"  # that of a causal language model
+
+_REFUSED_CONFIG = {
+    "alibi": f"every attention layer of {{name}} adds ALiBi biases to its scores; {HELP}",
+    "trigram_input": f"the embeddings of {{name}} join each token with its neighbours (trigram_input=True); {HELP}",
+    "token_dropout": "{name} scales its embeddings by the share of mask tokens in the whole row (token_dropout=True), "
+    "and a rank has only a part of the row; set token_dropout=False in the config",
+    "output_attentions": "{name} has output_attentions=True in its config; attention weights are never made here, set "
+    "it False",
+}
+"""Entries of a config that must not be true, and why."""
+
+_REFUSED_LAYERS: tuple[tuple[Callable[[str, nn.Module], object], str], ...] = (
+    (lambda path, m: makes_positions(m), f"makes positions of its own from tokens or mask, which are cut here; {HELP}"),
+    (
+        lambda path, m: _CROSS.search(path) or "CrossAttention" in _kind(m) or getattr(m, "is_cross_attention", False),
+        f"is cross attention: it looks at another sequence than its own, with a length of its own; {HELP}",
+    ),
+    (
+        lambda path, m: _kind(m).endswith("Pooler") or path.rpartition(".")[2] == "pooler",
+        "looks at the first token, which one rank alone holds; take a model without it (add_pooling_layer=False)",
+    ),
+)
+"""By path and module, what a layer must not be, and why."""
 
 # Config keys of the attention dropout probability.
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -254,33 +278,25 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
     mixers = {n: m for n, m in mixer_layers(model).items() if not any(n.startswith(a + ".") for a in attends)}
     within = {part for mixer in mixers.values() for part in mixer.modules()}
     for path, module in text_modules(model):
-        kind = type(module).__name__
         if isinstance(module, PreTrainedModel):
             continue
-        if makes_positions(module):
-            raise LongspanError(
-                f"layer {path} ({kind}) of {name} makes positions of its own from tokens or mask, which are cut here; "
-                f"{HELP}"
-            )
-        if _CROSS.search(path) or "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
-            raise LongspanError(
-                f"layer {path} ({kind}) of {name} is cross attention: it looks at another sequence than its own, with "
-                f"a length of its own; {HELP}"
-            )
+        layer = f"layer {path} ({_kind(module)}) of {name}"
+        for applies, reason in _REFUSED_LAYERS:
+            if applies(path, module):
+                raise LongspanError(f"{layer} {reason}")
         # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
-        own = kind.removeprefix(name.split("For")[0]) if is_hybrid(model) else kind
+        own = _kind(module).removeprefix(name.split("For")[0]) if is_hybrid(model) else _kind(module)
         by_name = _MIXERS.search(own) and not any(other.startswith(path + ".") for other in mixers)
         by_class = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
         if (by_name or by_class) and module not in within:
             raise LongspanError(
-                f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}"
-                f"; if it calls a recurrent function, register that with longspan.register_mixer"
+                f"{layer} mixes tokens without going through attention; {HELP}; if it calls a recurrent function, "
+                f"register that with longspan.register_mixer"
             )
-        if kind.endswith("Pooler") or path.rpartition(".")[2] == "pooler":
-            raise LongspanError(
-                f"layer {path} ({kind}) of {name} looks at the first token, which one rank alone holds; take a model "
-                f"without it (add_pooling_layer=False)"
-            )
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
 
 
 def _check_config(model: PreTrainedModel, name: str) -> None:
@@ -288,23 +304,12 @@ def _check_config(model: PreTrainedModel, name: str) -> None:
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind not in _ATTENTION_TYPES and not (kind in _MIXER_TYPES and is_hybrid(model)):
             raise LongspanError(f"layer {index} of {name} is of the type {kind}; {HELP}")
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise LongspanError(f"every attention layer of {name} adds ALiBi biases to its scores; {HELP}")
-    if getattr(config, "trigram_input", False):
-        raise LongspanError(
-            f"the embeddings of {name} join each token with its neighbours (trigram_input=True); {HELP}"
-        )
-    if getattr(config, "token_dropout", False):
-        raise LongspanError(
-            f"{name} scales its embeddings by the share of mask tokens in the whole row (token_dropout=True), and a "
-            f"rank has only a part of the row; set token_dropout=False in the config"
-        )
+    always = {"bloom": "alibi", "mpt": "alibi"}.get(config.model_type)
+    for key, reason in _REFUSED_CONFIG.items():
+        if getattr(config, key, False) or getattr(model.config, key, False) or key == always:
+            raise LongspanError(reason.format(name=name))
     if getattr(config, "output_router_logits", False) and router_top_k(model) is None:
         raise LongspanError(no_router_loss(name))
-    if getattr(model.config, "output_attentions", False):
-        raise LongspanError(
-            f"{name} has output_attentions=True in its config; attention weights are never made here, set it False"
-        )
 
 
 def no_router_loss(name: str) -> str:

@@ -145,21 +145,16 @@ def expert_groups(
             return None
         PlacementOn.check()
         return dataclasses.replace(found, size=size)
-    if tensor > 1:
-        raise LongspanError(
-            f"`experts={experts}` and `tensor={tensor}`: experts are sharded over the tensor axis, if there is one; "
-            f"leave out one of them"
-        )
-    if not fsdp:
-        raise LongspanError(f"`experts={experts}` shards weights, and `fsdp=False` replicates them; leave one out")
-    if isinstance(found, str):
-        raise LongspanError(f"`experts={experts}` cannot shard {type(model).__name__}: {found}; leave it out")
-    if ranks % experts:
-        fits = ", ".join(map(str, divisors(ranks)))
-        plural = "s" if ranks > 1 else ""
-        raise LongspanError(
-            f"`experts={experts}` does not divide the {ranks} rank{plural} of data x sequence; use {fits}"
-        )
+    fits = ", ".join(map(str, divisors(ranks)))
+    for applies, reason in (
+        (tensor > 1, f"and `tensor={tensor}`: a tensor axis shards experts by itself; leave out one of them"),
+        (not fsdp, "shards weights, and `fsdp=False` replicates them; leave one out"),
+        (isinstance(found, str), f"cannot shard {type(model).__name__}: {found}; leave it out"),
+        (ranks % experts, f"does not divide the number of ranks of data x sequence, {ranks}; use {fits}"),
+    ):
+        if applies:
+            raise LongspanError(f"`experts={experts}` {reason}")
+    assert isinstance(found, ExpertGroups)
     for path, count in found.counts.items():
         layout, fewest = ExpertLayout(count, ranks, experts), found.fewest(path)
         if layout.fits(fewest):

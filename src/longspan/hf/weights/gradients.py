@@ -19,12 +19,10 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets
-from longspan.core.validation import checked_call
 from longspan.hf.model.support import transformers_model
 from longspan.hf.state import DiffusionState, state_of
 
 
-@checked_call()
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Do not average gradients over the ranks in these backwards; the first backward after them does it for all.

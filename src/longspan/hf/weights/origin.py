@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import warnings
 import zlib
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 from longspan.hf.model.pretrained import check_weights, first_line, kind_of
 from longspan.hf.weights.quantized import layers_in_4_bits, nf4
 
@@ -79,16 +78,9 @@ class Origin:
         except LongspanError:
             raise
         except Exception as error:
-            kinds = {
-                "AutoModelForMaskedLM": "masked LM", "AutoModelForCausalLM": "causal LM",
-                "AutoModelForImageTextToText": "vision-language model",
-            }  # fmt: skip
-            why = first_line(error)
-            if (kind := kind_of(self.config)) is not None:
-                why = f"it is {kind} ({self.config.model_type})"
-            raise LongspanError(
-                f"{self.label} cannot be made into a {kinds.get(self.auto.__name__, 'classifier')}: {why}"
-            ) from error
+            kind = kind_of(self.config)
+            why = first_line(error) if kind is None else f"it is {kind} ({self.config.model_type})"
+            raise LongspanError(f"{self.label} cannot be made by {self.auto.__name__}: {why}") from error
 
 
 def with_adapter(model: Any, adapter: str, base: str | None, **changes: Any) -> Any:
@@ -96,10 +88,9 @@ def with_adapter(model: Any, adapter: str, base: str | None, **changes: Any) -> 
 
     `changes` are of the adapter's settings: with any, its weights alone train. `base` names the base model in messages.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise LongspanError(f"{adapter} is a PEFT adapter; install peft: pip install peft") from error
+    require("an adapter", "peft")
+    import peft
+
     try:
         config = peft.PeftConfig.from_pretrained(adapter)
         if config.is_prompt_learning:
@@ -160,27 +151,18 @@ class WeightFiles:
         index = _or_none(lambda: cached_file(name, SAFE_WEIGHTS_INDEX_NAME))
         if index is None:
             return None
-        try:
-            parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise LongspanError(f"{index} cannot be read: {error}; fetch the model again") from error
         tensors: dict[str, TensorInFile] = {}
-        for part in parts:
-            file = _or_none(functools.partial(cached_file, name, part))
-            if file is None:
-                raise LongspanError(f"{name} lacks {part}, which its {SAFE_WEIGHTS_INDEX_NAME} names; fetch it again")
-            tensors |= _read_header(Path(file))
+        with _reading(index):
+            for part in sorted(set(json.loads(Path(index).read_text())["weight_map"].values())):
+                tensors |= _read_header(Path(str(cached_file(name, part))))
         return cls(tensors)
 
     def digests(self) -> dict[str, int]:
         """Return a checksum of dtype, shape, and the first and last `SAMPLE` bytes of each tensor, by key."""
         digests = dict[str, int]()
         for file in dict.fromkeys(tensor.file for tensor in self.tensors.values()):
-            try:
-                with file.open("rb") as opened:
-                    digests |= {k: _digest(opened, x) for k, x in self.tensors.items() if x.file == file}
-            except OSError as error:
-                raise LongspanError(f"{file} cannot be read: {error}") from error
+            with _reading(file), file.open("rb") as opened:
+                digests |= {k: _digest(opened, x) for k, x in self.tensors.items() if x.file == file}
         return digests
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -188,12 +170,20 @@ class WeightFiles:
         from safetensors import safe_open
 
         file = self.tensors[key].file
-        try:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                rows: Tensor = opened.get_tensor(key) if stop is None else opened.get_slice(key)[start:stop]
-        except Exception as error:  # safetensors has its own exceptions
-            raise LongspanError(f"{key} cannot be read from {file}: {error}") from error
+        with _reading(file), safe_open(file, framework="pt", device="cpu") as opened:
+            rows: Tensor = opened.get_tensor(key) if stop is None else opened.get_slice(key)[start:stop]
         return rows
+
+
+@contextlib.contextmanager
+def _reading(file: str | Path) -> Iterator[None]:
+    """Name the file in what Python or safetensors, which has its own exceptions, say of it."""
+    try:
+        yield
+    except LongspanError:
+        raise
+    except Exception as error:
+        raise LongspanError(f"{file} cannot be read: {error}; fetch it again") from error
 
 
 def _or_none(find: Callable[[], str | None]) -> str | None:
@@ -205,24 +195,19 @@ def _or_none(find: Callable[[], str | None]) -> str | None:
 
 def _read_header(file: Path) -> dict[str, TensorInFile]:
     """Read a safetensors file's first 8 bytes, the header's length (little-endian), and the header in JSON."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > min(size, _LONGEST_HEADER):
-                raise ValueError(f"its header would have {length:,} bytes")
-            header = json.loads(opened.read(length))
-        begin = 8 + length
+    with _reading(file), file.open("rb") as opened:
+        size, length = file.stat().st_size, int.from_bytes(opened.read(8), "little")
+        if length > min(size, _LONGEST_HEADER):
+            raise ValueError(f"its header would have {length:,} bytes")
+        header, begin = json.loads(opened.read(length)), 8 + length
         tensors = {
             key: TensorInFile(file, x["dtype"], tuple(x["shape"]), *(begin + offset for offset in x["data_offsets"]))
             for key, x in header.items()
             if key != "__metadata__"
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LongspanError(f"{file} is no safetensors file that can be read: {error}; fetch it again") from error
-    end = max((tensor.stop for tensor in tensors.values()), default=begin)
-    if end != size:
-        raise LongspanError(f"{file} has {size:,} bytes, its header says {end:,}; fetch it again")
+        end = max((tensor.stop for tensor in tensors.values()), default=begin)
+        if end != size:
+            raise ValueError(f"it has {size:,} bytes, its header says {end:,}")
     return tensors
 
 
