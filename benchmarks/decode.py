@@ -30,8 +30,8 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
-from longspan.comm.consistency import local_part
 from longspan.comm.counting import count_sent
+from longspan.comm.weights import local_part
 from longspan.plan import Job, ParallelConfig, cost, read_hardware, read_model
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.generation import peak_items

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from longspan.comm.consistency import digests_of, local_part
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.weights import digests_of, local_part
 from longspan.compat.torch_api import WRAPPED, before_casting, forbid_ddp, is_replica, version_of, wrapped_by_ddp
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.stage import ForwardCall, Stage
