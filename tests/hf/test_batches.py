@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import compare
+from tests.counting import count_sent
 from tests.models import batch, build, rows_of, sharding
 from tests.pool import RankError, RankPool, on_ranks
 
