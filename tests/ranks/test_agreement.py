@@ -78,7 +78,7 @@ def test_every_rank_raises_the_error_of_one(pool4: RankPool) -> None:
     text = "--data x is missing; give another"
     assert pool4.run(_open, LongspanError, [text] * 4) == [text] * 4
     assert pool4.run(_open, LongspanError, [{}, text, {"lr": 1}, {}]) == [f"rank 1: {text}"] * 4
-    two = "ranks 0, 3: no such file; rank 1: no such model"
+    two = "rank 0: no such file (also rank 3); rank 1: no such model"
     assert pool4.run(_open, LongspanError, ["no such file", "no such model", {}, "no such file"]) == [two] * 4
     errors = pool4.run(_open, ValueError, [{}, text, {}, {}])  # any exception: the other ranks would wait
     assert errors == [f"rank 1: ValueError: {text}", text, *[f"rank 1: ValueError: {text}"] * 2]

@@ -192,7 +192,10 @@ def raise_on_every_rank(problem: Exception | None, group: dist.ProcessGroup, wha
     for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True):
         if text is not None:
             failed.setdefault(text, []).append(rank)
-    problems = [f"{f'{format_ranks(ranks)} {what}'.strip()}: {text}" for text, ranks in failed.items()]
+    problems = []
+    for text, (first, *others) in failed.items():
+        also = f" (also {format_ranks(others)})" if others else ""
+        problems.append(f"{f'rank {first} {what}'.strip()}: {text}{also}")
     raise LongspanError(listed(problems)) from problem
 
 
