@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.timing import alternate as alternate
 from longspan.bench.timing import DTYPES as DTYPES
-from longspan.comm.counting import Sent
-from longspan.comm.objects import gather_objects
+from longspan.comm.agree import gather_objects
 from longspan.ranks import launch
 from longspan.ranks.job import join_group
 from longspan.tracing.record import exported_events
+from tests.counting import Sent
 
 REPORTS = Path(__file__).resolve().parent / "reports"
 SHARED = ": other programs shared the machine, so times are longer than on an idle one"

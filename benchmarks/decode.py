@@ -30,12 +30,12 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
-from longspan.comm.consistency import local_part
-from longspan.comm.counting import count_sent
+from longspan.comm.weights import local_part
 from longspan.plan import Job, ParallelConfig, cost, read_hardware, read_model
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.generation import peak_items
 from longspan.plan.job import CostContext
+from tests.counting import count_sent
 from tests.pool import RankPool
 
 SHORT = 128  # tokens of the reference's short step

@@ -24,12 +24,12 @@ import longspan
 from benchmarks import cluster, common
 from longspan.attn.methods.dsp import DynamicSharding
 from longspan.comm.collectives import all_gather
-from longspan.comm.counting import count_sent
 from longspan.comm.reshard import gather_along, shard_sizes
 from longspan.diffusion import attention
 from longspan.diffusion.families import FAMILIES
 from longspan.diffusion.latte import FRAMES, PATCHES, along
 from longspan.diffusion.tokens import Tokens
+from tests.counting import count_sent
 
 GOAL = 0.6
 METHODS = ("DSP", "Ulysses")

@@ -19,9 +19,9 @@ import transformers
 
 import longspan
 from benchmarks import common
-from longspan.comm.counting import count_sent
 from longspan.plan import Job, cost, read_hardware
 from longspan.plan.from_model import shape_from_config
+from tests.counting import count_sent
 
 MIB = 2**20
 PER_TOKEN, LAYERS = 2, 4

@@ -54,7 +54,6 @@ from longspan.bench import BenchConfig
 from longspan.bench.command import describe_run
 from longspan.bench.hardware import as_toml, measure_hardware
 from longspan.bench.timing import synchronize, wait_for_all
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import seconds as time_text
 from longspan.core.formatting import size
@@ -70,6 +69,7 @@ from longspan.plan.search import cost
 from longspan.plan.shape import ModelShape
 from longspan.tracing.record import Recorder, gather_trace
 from longspan.tracing.spans import RankTrace, covered, figures, imbalance, read_trace
+from tests.counting import count_sent
 
 MAX_CONTEXT = 1 << 27
 MAX_SIZES = 6

@@ -34,11 +34,11 @@ from benchmarks import common
 from benchmarks.hf_step_vs_alst import MALLOC, MIB, rss_rise
 from longspan import exchange
 from longspan.comm.collectives import P2PMessage, all_gather, post, wait_for
-from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups, group_name
 from longspan.mixers.mixer import Tokens
 from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import depend
+from tests.counting import count_sent
 
 GOAL = 1.15
 HEADS, DIM = 4, 64  # of queries, keys and values

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from longspan.attn.api import attention
-from longspan.comm.consistency import local_part
 from longspan.comm.mesh import MeshGroups, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.comm.tensor import TensorGroup
+from longspan.comm.weights import local_part
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.parallel import AXES, ParallelConfig

@@ -119,7 +119,7 @@ FAULTS = (
           "tests/hf/test_batch.py -k inverse"),
     Fault("padding_value_ignored", "comm/shard.py", "x.new_full(shape, pad_value)", "x.new_zeros(shape)",
           "tests/hf/test_batch.py"),
-    Fault("digest_misses_high_bits", "comm/consistency.py", "return x | 1", "return x & ~1",
+    Fault("digest_misses_high_bits", "comm/weights.py", "return x | 1", "return x & ~1",
           "tests/comm/test_digests.py"),
     Fault("replicated_gradient_not_summed", "comm/collectives.py", "return all_reduce(grads[0], ctx.group), None",
           "return grads[0], None", "tests/hf/test_tensor.py -k 'one_process and Llama'"),
@@ -260,8 +260,8 @@ FAULTS = (
     # ranks
     Fault("silent_rank_not_noticed", "ranks/watch.py", "now - self._beat_at[rank] > self._timeout_s]",
           "now - self._beat_at[rank] > 100 * self._timeout_s]", "tests/ranks/test_watch.py -k without_a_heartbeat"),
-    Fault("ranks_with_other_flags_accepted", "ranks/agreement.py", "differences(messages, range(len(messages)))", "{}",
-          "tests/ranks/test_agreement.py -k named_by_rank"),
+    Fault("ranks_with_other_flags_accepted", "comm/agree.py", "len({row[1] for row in rows}) > 1", "False",
+          "tests/ranks/test_agreement.py -k by_rank"),
     Fault("rank_beyond_the_world_accepted", "ranks/job.py", "0 <= rank < world_size",
           "0 <= rank", "tests/ranks/test_agreement.py -k variables"),
     # plan

@@ -19,9 +19,9 @@ from benchmarks.common import DTYPES
 from benchmarks.gpu import model
 from benchmarks.gpu.kernels import BF16, attend, cases
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
+from longspan.comm.agree import gather_numbers
 from longspan.comm.all_to_all import head_spans, start_scatter
 from longspan.comm.collectives import P2PMessage, post, wait_for
-from longspan.comm.consistency import gather_numbers
 from longspan.core.heads import split_heads
 from longspan.core.memory import Memory
 from tests.attn.late import LateTransport
@@ -144,7 +144,7 @@ def _together(setup: Setup) -> tuple[str, str]:
     group = dist.group.WORLD
     xs = [torch.full((1 << 16,), 3.0, device=device) for device in (setup.device, "cpu") for _ in range(2)]
     works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
-    rows = gather_numbers([5, 7], group, torch.device("cpu"))
+    rows = gather_numbers([5, 7], group)
     for work in works:
         work.wait()
     right = rows == [[5, 7]] and all(bool((x == 3).all()) for x in xs)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.counting import GATHERS, SCATTERS
 from tests.attn.inflight import WeakTensor
+from tests.counting import GATHERS, SCATTERS
 
 SLEEP_CYCLES = 500_000
 """A quarter of a millisecond."""

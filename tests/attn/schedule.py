@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.counting import GATHERS, SCATTERS
+from tests.counting import GATHERS, SCATTERS
 
 Group = tuple[str, tuple[int, ...]]
 """A communicator: its description and its ranks in the world. Names differ from rank to rank, these do not."""

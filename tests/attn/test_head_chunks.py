@@ -27,7 +27,6 @@ from longspan.attn.methods.head_chunks import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from tests.attn.attention import (
@@ -42,6 +41,7 @@ from tests.attn.attention import (
     sharding,
 )
 from tests.choose import confirming, each_value, grouped
+from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.host_memory import peak_of
 from tests.oracle import Case, errors, make, options

@@ -20,12 +20,12 @@ from longspan.attn.kernels import tiled as tiles
 from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import KernelName
 from tests.attn.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding
 from tests.attn.flexing import differentiable_flex
 from tests.choose import confirming
+from tests.counting import count_sent
 from tests.oracle import Case, make
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, excess

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
-from longspan.comm.counting import count_sent
 from longspan.core.layout import Layout
 from longspan.core.routes import Routes, ring_routes
 from tests.attn.attention import CASES, FEW, HARD, check_all, compare, drawn_cases, one_device, run, sharding
 from tests.choose import confirming, each_value, grouped
+from tests.counting import count_sent
 from tests.oracle import Case, make, options, truth_of
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, NOT_MORE

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from tests.attn.attention import PLAIN, drawn_cases, errors_on_one_rank, one_device, run, sharding
+from tests.counting import count_sent
 from tests.oracle import Case, errors, make
 from tests.pool import THREADS, RankPool
 from tests.tolerance import MARGIN

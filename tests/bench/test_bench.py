@@ -20,10 +20,10 @@ from longspan.bench import BenchConfig, run, worker
 from longspan.bench.hardware import FORWARD_AND_BACKWARD, as_toml, causal_attention_flops, overhead, print_hardware
 from longspan.bench.links import bytes_sent, fit
 from longspan.bench.timing import median_seconds
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.plan.hardware import MeasuredLink
 from longspan.ranks import launch
+from tests.counting import count_sent
 from tests.flags import make, replace
 from tests.pool import RankPool
 

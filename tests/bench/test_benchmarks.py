@@ -31,12 +31,12 @@ from benchmarks.methods import (
     thin_out,
 )
 from benchmarks.workloads import AttentionInputs, Candidate, Method, ShardingCache, StepInputs
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds
 from longspan.plan.hardware import CATALOGUE, MeasuredLink
 from longspan.plan.job import CostContext
+from tests.counting import count_sent
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[2]

@@ -21,12 +21,12 @@ from longspan.cache import layer_cache
 from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.quantize import QUANTIZED_FORMATS
-from longspan.comm.counting import count_sent
 from longspan.hf.cache import files
 from longspan.plan import Job
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import messages
+from tests.counting import count_sent
 from tests.generate.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
 from tests.models import build, sharding
 from tests.pool import RankError, RankPool

@@ -16,7 +16,7 @@ from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.cache.attend import attend, start_step
 from longspan.cache.layer_cache import LayerCache
-from longspan.comm.consistency import ReplicaCheck
+from longspan.comm.weights import ReplicaCheck
 from longspan.core.cache import CacheDtype, KVPlacement
 from longspan.hf.batch import compare
 from tests.fakes import fake_world
@@ -122,9 +122,9 @@ def test_the_host_does_not_read_values_in_each_forward() -> None:
     model = torch.nn.Linear(1, 1)
     with fake_world(0, 2), on_gpu() as seen:
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2, device_type="cpu"))
-        check = compare.BatchCheck(sp, None, ReplicaCheck(model, 0))
+        check = compare.BatchCheck(sp, None, ReplicaCheck(0))
         check.forward = compare.FIRST
         batch = {"input_ids": torch.empty(1, 1, dtype=torch.int64, device="cuda")}
-        with mock.patch.object(compare, "gather_numbers", lambda mine, *_: [mine] * 2):
+        with mock.patch("longspan.comm.agree.gather_numbers", lambda mine, *_, **__: [mine] * 2):
             check.compare(model, {**batch, "labels": batch["input_ids"]}, False, None)
             assert seen == [] and not seen.launches

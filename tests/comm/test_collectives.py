@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.counting import Sent, count_sent
-from longspan.comm.objects import broadcast_object, gather_objects, on_every_rank
+from longspan.comm.agree import broadcast_object, gather_objects, on_every_rank
 from longspan.core.errors import LongspanError
+from tests.counting import Sent, count_sent
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.fast

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import longspan
 from longspan.attn.methods.dsp import plan_dims
-from longspan.comm.counting import count_sent
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import shard_sizes
 from longspan.core.errors import LongspanError
+from tests.counting import count_sent
 from tests.pool import on_ranks
 
 B, C = 2, 8

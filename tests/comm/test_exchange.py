@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import exchange
 from longspan.comm import all_to_all
-from longspan.comm.counting import count_sent
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from tests.choose import each_value
+from tests.counting import count_sent
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.fast

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
 from longspan.diffusion.attention import ShardedAttention, ulysses
 from longspan.diffusion.families import FAMILIES
 from longspan.diffusion.tokens import Tokens
 from tests.choose import confirming
+from tests.counting import count_sent
 from tests.diffusion.diffusing import CONFIGS, make_inputs, make_model, run
 from tests.models import build
 from tests.pool import RankPool, on_ranks

@@ -14,7 +14,6 @@ import longspan
 from longspan.cache.offload import Staging
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import open_fitting_prompt
-from longspan.generate.prompt import facts
 from longspan.generate.rank import generate
 from longspan.generate.score import ScoreConfig, open_text, score
 from longspan.ranks import launch
@@ -71,12 +70,12 @@ def plain(name: str, rows: int = 1, padded: bool = False, options: tuple[tuple[s
 
 def run_generate(config: GenerateConfig) -> dict[str, Any]:
     """Return the report of `longspan generate`, on this rank."""
-    return launch.run_rank(config, open_fitting_prompt, facts, generate)  # type: ignore[no-any-return]
+    return launch.run_rank(config, open_fitting_prompt, generate)  # type: ignore[no-any-return]
 
 
 def run_score(config: ScoreConfig) -> dict[str, Any]:
     """Return the report of `longspan score`, on this rank."""
-    return launch.run_rank(config, open_text, facts, score)  # type: ignore[no-any-return]
+    return launch.run_rank(config, open_text, score)  # type: ignore[no-any-return]
 
 
 def check_generated(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

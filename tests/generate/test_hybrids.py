@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.core.cache import CacheConfig
 from longspan.plan import Job, ParallelConfig
 from longspan.plan.cost.peak_memory import cache_on_device, key_value_bytes, state_bytes
@@ -22,6 +21,7 @@ from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import messages
 from tests.choose import confirming
+from tests.counting import count_sent
 from tests.generate.generating import (
     PROMPT,
     check_generated,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.comm.consistency import local_part
+from longspan.comm.weights import local_part
 from longspan.core.errors import LongspanError
 from tests.host_memory import peak_of
 from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, rows_of, sharding, truth_of

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from tests.choose import confirming, each_value, grouped
+from tests.counting import count_sent
 from tests.models import (
     NO_ATTENTION,
     Truth,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
@@ -26,6 +25,7 @@ from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, cost
 from longspan.plan.from_model import shape_of_model
 from tests.choose import each_value, grouped, pairwise
+from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.memory.side_stream import offload_on_cpus
 from tests.models import (

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups
 from longspan.compat.friends_api import fla_function
 from longspan.core.errors import LongspanError
@@ -26,6 +25,7 @@ from longspan.mixers.mixer import ChunkFunction, Tokens
 from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import state_passing
 from tests.choose import confirming
+from tests.counting import count_sent
 from tests.mixers.recurrence import LIMIT, Case, ids_of, leaves_of, make, relative_errors, run, truth_of
 from tests.pool import RankPool
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.mixers.short_conv import short_conv
+from tests.counting import count_sent
 from tests.mixers.recurrence import relative_errors
 from tests.pool import RankPool
 

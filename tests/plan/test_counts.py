@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
-from longspan.comm.counting import count_sent
 from longspan.core.heads import split_head_chunks, split_heads
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
@@ -33,6 +32,7 @@ from longspan.plan.layers import CAUSAL, AttendedKeys, Causal, Chunk, Linear, Wi
 from longspan.plan.layers.attended_keys import ring_schedule
 from longspan.plan.shape import Tuning
 from tests.choose import confirming, each_value, grouped
+from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.plan.jobs import job_on
 from tests.trainers.fitting import tuned_model

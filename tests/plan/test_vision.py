@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import longspan
 from longspan.cli import main
-from longspan.comm.counting import count_sent
 from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, split_by_cost
@@ -28,6 +27,7 @@ from longspan.plan.job import CostContext
 from longspan.plan.names import MODELS
 from longspan.plan.tower import PictureShape, read_pictures
 from tests.choose import confirming
+from tests.counting import count_sent
 from tests.hf.pictures import END, FAMILIES, GRIDS, IMAGE, START, VIDEO, Rows, batch, build, rows_for
 from tests.host_memory import at_rest, peak_of
 from tests.models import gradients, sharding

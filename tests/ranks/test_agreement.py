@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from longspan import cli
+from longspan.comm.agree import open_together
 from longspan.core.errors import LongspanError
-from longspan.ranks import agreement
-from longspan.ranks.agreement import compare
+from longspan.core.formatting import differences
 from longspan.ranks.job import FOLDER, VARIABLES, join_group, read_job
 from tests.pool import RankPool, run_forked
 
@@ -38,63 +38,50 @@ def _describe(monkeypatch: pytest.MonkeyPatch, rank: Any, world: Any, port: Any)
         monkeypatch.setenv(name, str(value))
 
 
-def test_a_difference_is_named_by_rank_and_key() -> None:
-    same = {"lr": "0.0003", "steps": "6"}
-    assert compare([same] * 4) == ""
-    verdict = compare([same, same, {**same, "lr": "0.001"}, same])
-    assert "lr is 0.001 on rank 2, 0.0003 on ranks 0, 1, 3" in verdict and "steps" not in verdict
-    assert "lr is missing on rank 1, 0.0003 on rank 0" in compare([same, {"steps": "6"}])
-    many = compare([{str(key): "a" for key in range(9)}, {str(key): "b" for key in range(9)}])
-    assert many.count("b on rank 1, a on rank 0") == 6 and "; and 3 more" in many
-
-
-def test_a_refusal_of_one_rank_is_the_verdict() -> None:
-    assert compare([{"refused": "no such file"}] * 2) == "no such file"
-    assert compare([{"lr": "1"}, {"refused": "no such file"}]) == "rank 1: no such file"
-
-
 def test_long_values_are_cut_and_still_differ() -> None:
-    texts = [agreement.short("x" * 1000 + last) for last in "ab"]
-    assert texts[0] != texts[1] and all(len(text) <= 80 for text in texts)
+    (text,) = differences([{"lr": "x" * 1000 + last} for last in "ab"], [0, 1])
+    values = text.removeprefix("lr is ").removesuffix(" on rank 0").split(" on rank 1, ")
+    assert len(set(values)) == 2 and all(len(value) <= 120 for value in values)
 
 
 # --- over the process group
 
 
-def _agree_on(facts: list[dict[str, Any]]) -> str:
+def _open(kind: type[Exception], of_ranks: list[Any]) -> str:
+    """Open what a rank has: facts, or the text of an error."""
     import torch.distributed as dist
 
-    try:
-        agreement.agree(facts[dist.get_rank()])
-    except LongspanError as error:
-        return str(error)
-    return ""
-
-
-def _one_refuses(kind: type[Exception]) -> str:
-    import torch.distributed as dist
-
-    def opened() -> None:
-        if dist.get_rank() == 1:
-            raise kind("--data x is missing; give another")
+    def opened() -> Any:
+        mine = of_ranks[dist.get_rank()]
+        if isinstance(mine, str):
+            raise kind(mine)
+        return mine
 
     try:
-        agreement.open_together(opened, lambda _: {})
+        open_together(opened, lambda facts: facts)
     except (LongspanError, kind) as error:
         return str(error)
     return ""
 
 
-def test_every_rank_raises_the_verdict(pool4: RankPool) -> None:
-    facts = [{"lr": 0.1, "mesh": [1, 4]} for _ in range(4)]
-    assert pool4.run(_agree_on, facts) == [""] * 4
-    facts[3]["lr"] = 0.2
-    (verdict,) = set(pool4.run(_agree_on, facts))
-    assert "lr is 0.2 on rank 3, 0.1 on ranks 0, 1, 2" in verdict
-    assert set(pool4.run(_one_refuses, LongspanError)) == {"rank 1: --data x is missing; give another"}
-    errors = pool4.run(_one_refuses, ValueError)  # any exception, as the other ranks would wait for this one
-    assert errors[1] == "--data x is missing; give another"
-    assert {errors[0], errors[2], errors[3]} == {"rank 1: ValueError: --data x is missing; give another"}
+def test_every_rank_names_differences_by_rank_and_key(pool4: RankPool) -> None:
+    same = {"lr": 0.1, "mesh": [1, 4], "steps": 6}
+    assert pool4.run(_open, ValueError, [same] * 4) == [""] * 4
+    (error,) = set(pool4.run(_open, ValueError, [same, same, same, {**same, "lr": 0.2}]))
+    assert "lr is 0.2 on rank 3, 0.1 on ranks 0, 1, 2" in error and "steps" not in error and "LS104" in error
+    many, other = ({str(key): value for key in range(9)} for value in "ab")
+    (error,) = set(pool4.run(_open, ValueError, [many, many, {"0": "a"}, other]))
+    assert "1 is missing on rank 2, b on rank 3, a on ranks 0, 1" in error and "; and 3 more" in error
+
+
+def test_every_rank_raises_the_error_of_one(pool4: RankPool) -> None:
+    text = "--data x is missing; give another"
+    assert pool4.run(_open, LongspanError, [text] * 4) == [text] * 4
+    assert pool4.run(_open, LongspanError, [{}, text, {"lr": 1}, {}]) == [f"rank 1: {text}"] * 4
+    two = "rank 0: no such file (also rank 3); rank 1: no such model"
+    assert pool4.run(_open, LongspanError, ["no such file", "no such model", {}, "no such file"]) == [two] * 4
+    errors = pool4.run(_open, ValueError, [{}, text, {}, {}])  # any exception: the other ranks would wait
+    assert errors == [f"rank 1: ValueError: {text}", text, *[f"rank 1: ValueError: {text}"] * 2]
 
 
 # --- a job that is impossible, or that does not run

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from longspan.cli import main
 from longspan.core.errors import LongspanError
 from longspan.mixers import state_passing
-from longspan.ranks.agreement import settings
+from longspan.ranks.facts import settings
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import load_model_config, make_batch, model_origin
 from longspan.verify.judge import COARSE, Criterion, ErrorSums, judge

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import Axes
 from longspan.core.validation import LARGEST_COUNT, check_number, check_output
-from longspan.ranks import agreement, launch
+from longspan.ranks import launch
+from longspan.ranks.facts import settings
 from longspan.ranks.job import Timeouts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from longspan.ranks.watch import Watch
@@ -68,7 +71,7 @@ def run(config: BenchConfig) -> int:
     """
     from longspan.bench.hardware import as_toml, print_hardware
 
-    found = launch.run(config, _check_out, _facts, _measure)
+    found = launch.run(config, _check_out, _measure)
     if launch.is_first_rank():
         print_hardware(found)  # before writing, so that a full disk does not lose the results
         config.out.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,7 @@ def run(config: BenchConfig) -> int:
 def worker(config: BenchConfig) -> dict[str, Any]:
     """Return the hardware file's content, the same on every rank; every rank of the job calls it."""
     config.check()
-    found: dict[str, Any] = launch.run_rank(config, _check_out, _facts, _measure)
+    found: dict[str, Any] = launch.run_rank(config, _check_out, _measure)
     return found
 
 
@@ -91,15 +94,14 @@ def _check_out(config: BenchConfig) -> BenchConfig:
     return config
 
 
-def _facts(config: BenchConfig) -> dict[str, Any]:
-    return agreement.settings(config, leave_out=("out",))  # what the first rank alone uses may differ
-
-
-def _measure(config: BenchConfig, watch: Watch) -> dict[str, Any]:
+def _measure(opened: Callable[[], BenchConfig], watch: Watch) -> dict[str, Any]:
     import torch
 
     from longspan.bench.hardware import measure_hardware
+    from longspan.comm.agree import open_together
 
+    # The first rank alone uses `out`.
+    config = open_together(opened, lambda config: settings(config, leave_out=("out",)))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return measure_hardware(config, device, config.out.stem, describe_run(device, config.parallel.ranks))

@@ -24,7 +24,7 @@ from typing import Any
 
 from longspan.checkpoint.folder import MARKER, FileRecord, checkpoints_in, step_of, write_durably
 from longspan.checkpoint.ranks import Ranks
-from longspan.comm.objects import error_text
+from longspan.comm.agree import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.consistency import local_part
-from longspan.comm.objects import gather_objects, on_every_rank, on_first_rank
+from longspan.comm.agree import gather_objects, on_every_rank, on_first_rank
+from longspan.comm.weights import local_part
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ class Ranks:
         return gather_objects(mine, self._group)
 
     def each(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank, as `longspan.comm.objects.on_every_rank`. Collective."""
+        """Run `action` on every rank, as `longspan.comm.agree.on_every_rank`. Collective."""
         return on_every_rank(os_errors_as_longspan_errors()(action), self._group)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank, as `longspan.comm.objects.on_first_rank`. Collective."""
+        """Run `action` on the first rank, as `longspan.comm.agree.on_first_rank`. Collective."""
         return on_first_rank(os_errors_as_longspan_errors()(action), self._group)
 
     @property

@@ -28,7 +28,7 @@ from longspan.checkpoint.damage import Checkpoint
 from longspan.checkpoint.folder import SHARDS, FileRecord, begin, remove, remove_unneeded, step_path
 from longspan.checkpoint.ranks import Ranks, check_finite
 from longspan.comm.arguments import check_module, check_optimizer
-from longspan.comm.consistency import local_part
+from longspan.comm.weights import local_part
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import DiskFull, LongspanError, is_full

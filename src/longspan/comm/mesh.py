@@ -201,23 +201,16 @@ class SequenceSharding:
         mesh: from `init_mesh`, or any `DeviceMesh` with the four axes.
         layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest routes under a sliding window;
             as good for a bidirectional mask), another registered layout (`longspan.core.layout`), or "auto": zigzag in
-            a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens, so no other layout
-            balances better).
-        overlap_chunks: number of chunks of heads whose all-to-alls overlap with the attention of another chunk, in
-            forward and backward; at most the query heads of a rank (in a ring its KV heads). 1: all heads at once, no
-            overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
-            all-to-all takes long on their link, which is measured here; otherwise 1
-            (`longspan.core.routes`). The forward is equal bit for bit.
+            a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens).
+        overlap_chunks: as in `ParallelConfig`. With "auto", the link between hosts is measured here. The forward is
+            equal bit for bit.
 
     Attributes:
         parallel: the axes and the options, as one value.
-        size: ranks of the sequence group.
-        rank: this rank in the sequence group.
-        group: the sequence group; None on a single process.
+        size, rank, group: ranks of the sequence group, this rank in it, and the group (None on a single process).
         ring_size, ring_rank, ring_group: the same of the ring.
         ulysses_size, ulysses_rank, ulysses_group: the same of the Ulysses group.
-        data_size: number of replicas.
-        data_rank: this rank's replica.
+        data_size, data_rank: number of replicas, and this rank's.
         tensor_size, tensor_rank: the ranks that share each layer's weights and hold the same tokens, and this rank.
         model_group, model_size, model_rank: the ranks that together run one replica of the model, ring x ulysses x
             tensor in this order, and this rank. `data_size * model_size` is `world_size`, as in Megatron.

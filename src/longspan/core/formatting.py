@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -61,7 +62,7 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> lis
 def _format_value(value: str | None) -> str:
     if value is None:
         return "missing"
-    return value if len(value) <= 120 else f"{value[:117]}..."
+    return value if len(value) <= 120 else f"{value[:106]}... #{zlib.crc32(value.encode(errors='replace')):08x}"
 
 
 def listed(texts: Sequence[str], most: int = _SHOWN) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from longspan.comm.collectives import replicate, scale_gradient
-from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_on_every_rank, digests_to_compare
 from longspan.comm.mesh import SequenceSharding, group_name
+from longspan.comm.weights import ReplicaCheck, agree_on_model, broadcast_weights, digests_to_compare
 from longspan.compat.friends_api import is_parallel, version_of_diffusers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
@@ -50,7 +50,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
         facts = facts_of(model, sp, options) | {"diffusers": version_of_diffusers()}
         return family, facts, digests_to_compare(model, sp, options.weights)
 
-    family = check_on_every_rank(sp, check)
+    family = agree_on_model(sp, check)
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
     tokens = Tokens(sp, family, gather_output=options.gather_output)
@@ -148,7 +148,7 @@ class _Entrance:
         self.gradients: GradientAverage | None = None
         self.inputs = None
         if sp.world_size > 1:
-            replicas = ReplicaCheck(model, 0 if options.fsdp else options.check_weights)
+            replicas = ReplicaCheck(0 if options.fsdp else options.check_weights)
             self.inputs = BatchCheck(sp, options.check_batches, replicas)
 
     def __call__(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.comm.agree import Facts, on_every_rank
 from longspan.comm.arguments import describe
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
@@ -296,15 +295,19 @@ def samples_of_batch(batch: Mapping[str, Any]) -> list[Sample]:
 
 def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.PathLike[str] | None) -> SampleCosts:
     """Return the costs of samples, for a model that is, or will be, sharded over `sp` by FSDP. Collective."""
-    group = sp.host_group
-    hardware = on_every_rank(lambda: hardware_of(sp.device) if gpu is None else read_hardware(gpu), group)
-    odd = odd_ones(gather_objects(repr(dataclasses.replace(hardware, memory_bytes=1.0)), group))
-    if group is not None and odd:
-        ranks = format_ranks([dist.get_global_rank(group, i) for i in odd])
-        raise LongspanError(
-            f"{ranks} would schedule by other hardware than the rest, and so differently (gpu={gpu!r}); give every "
-            f"rank the same name or file"
+
+    def differ(every: list[str], ranks: list[int]) -> LongspanError:
+        odd = format_ranks([ranks[i] for i in odd_ones(every)])
+        return LongspanError(
+            f"{odd} would schedule by other hardware than the rest, and so differently (gpu={gpu!r}); give every rank "
+            f"the same name or file"
         )
+
+    hardware = on_every_rank(
+        lambda: hardware_of(sp.device) if gpu is None else read_hardware(gpu),
+        sp.host_group,
+        lambda hardware: Facts(repr(dataclasses.replace(hardware, memory_bytes=1.0)), differ),
+    )
     state = getattr(model, "longspan_state", None)
     job = Job(
         context=1,

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 def run(config: GenerateConfig) -> int:
     """Generate on ranks started here or by torchrun, and return the exit code 0; raise as `launch.launch`."""
-    from longspan.generate.prompt import facts
     from longspan.generate.rank import generate
 
-    report = launch.run(config, open_fitting_prompt, facts, generate)
+    report = launch.run(config, open_fitting_prompt, generate)
     if launch.is_first_rank():
         print(json.dumps(report)) if config.json else print(format_report(report), file=sys.stderr)
     return 0

@@ -29,7 +29,8 @@ from longspan.hf.model.pretrained import (
 )
 from longspan.hf.model.prompts import BYTES, load_tokenizer, read_image, text_ids
 from longspan.hf.weights.origin import Origin
-from longspan.ranks import agreement, launch
+from longspan.ranks import launch
+from longspan.ranks.facts import model_facts, settings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,8 +70,8 @@ def facts(prompt: Prompt) -> dict[str, Any]:
     """Return what must be equal on every rank."""
     arrays = {"tokens of the text": prompt.ids, **prompt.pictures}
     return {
-        **agreement.settings(prompt.flags),
-        **agreement.model_facts(prompt.model_config),
+        **settings(prompt.flags),
+        **model_facts(prompt.model_config),
         **{name: f"{x.shape} #{zlib.crc32(x.tobytes()):08x}" for name, x in arrays.items()},
     }
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TextStreamer
 
+from longspan.comm.agree import gather_objects, open_together
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects
-from longspan.generate.prompt import Prompt, tokenizer_name
+from longspan.generate.prompt import Prompt, facts, tokenizer_name
 from longspan.hf.cache.files import INDEX
 from longspan.hf.cache.kv_cache import ShardedCache
 from longspan.hf.loading import load_sharded
@@ -24,7 +24,7 @@ from longspan.hf.model.prompts import load_tokenizer
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from longspan.ranks.watch import Watch
 
@@ -32,8 +32,9 @@ _COMPARED_EVERY = 64
 """Generated tokens between two checks that all ranks have the same batch."""
 
 
-def load(prompt: Prompt, watch: Watch) -> tuple[SequenceSharding, Any]:
-    """Return the sharding and the parallelized model of a prompt. Collective."""
+def load(opened: Callable[[], Prompt], watch: Watch) -> tuple[Prompt, SequenceSharding, Any]:
+    """Return the prompt, the same on every rank, its sharding and its parallelized model. Collective."""
+    prompt = open_together(opened, facts)
     config = prompt.flags
     watch.at("loading", unlimited=True)
     if launch.is_first_rank():
@@ -48,7 +49,7 @@ def load(prompt: Prompt, watch: Watch) -> tuple[SequenceSharding, Any]:
             tensor_style=config.parallel.tensor_style,
             experts=config.parallel.experts,
         )
-    return sp, model.eval()
+    return prompt, sp, model.eval()
 
 
 class TextStream(TextStreamer):  # type: ignore[misc]
@@ -74,9 +75,9 @@ class TextStream(TextStreamer):  # type: ignore[misc]
             file.flush()
 
 
-def generate(prompt: Prompt, watch: Watch) -> dict[str, Any]:
+def generate(opened: Callable[[], Prompt], watch: Watch) -> dict[str, Any]:
     """Generate on this rank; return the report (docs/reference/json.md). Collective. The first rank writes the text."""
-    sp, model = load(prompt, watch)
+    prompt, sp, model = load(opened, watch)
     config, first = prompt.flags, sp.model_rank == 0
     tokenizer = load_tokenizer(tokenizer_name(config))
     settings = _settings(prompt, model.generation_config, tokenizer)

@@ -16,6 +16,8 @@ from longspan.generate.config import ModelFlags
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -60,9 +62,7 @@ class ScoreConfig(ModelFlags):
 
 def run(config: ScoreConfig) -> int:
     """Score a text on ranks started here or by torchrun, and print the report; return the exit code 0."""
-    from longspan.generate.prompt import facts
-
-    report = launch.run(config, open_text, facts, score)
+    report = launch.run(config, open_text, score)
     if launch.is_first_rank():
         text = (
             "tokens                {tokens:,} ({scored_tokens:,} of them scored)\n"
@@ -97,14 +97,15 @@ def open_text(config: ScoreConfig) -> Prompt:
     return prompt
 
 
-def score(prompt: Prompt, watch: Watch) -> dict[str, Any]:
+def score(opened: Callable[[], Prompt], watch: Watch) -> dict[str, Any]:
     """Score on this rank, and write the file; return the report, equal on every rank. Collective."""
     import torch
 
     from longspan.generate.rank import load
     from longspan.hf.forward.logprobs import token_logprobs
 
-    config, (sp, model) = prompt.flags, load(prompt, watch)
+    prompt, sp, model = load(opened, watch)
+    config = prompt.flags
     watch.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from longspan.comm.agree import on_every_rank
 from longspan.comm.arguments import as_dtype
-from longspan.comm.consistency import check_on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import on_every_rank
+from longspan.comm.weights import agree_on_model
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
@@ -149,7 +149,7 @@ def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) ->
         facts["they are read"] = "by each rank" if source is not None else "by the first rank"
         return (source, reads_base), facts, digests
 
-    source, reads_base = check_on_every_rank(sp, check)
+    source, reads_base = agree_on_model(sp, check)
     if reads_base:
         return None
     return source if source is not None else FirstRank.of(base, sp)

@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from longspan.comm.consistency import gather_numbers
+from longspan.comm.agree import gather_numbers, on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import on_every_rank
 from longspan.compat.reading import attention_layers, decoder_layers, head_dim_of, mixer_layers
 from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
@@ -132,7 +131,7 @@ class AutoMemory:
             length *= sp.size // width
         encoded = [patches.get(kind, 0) for kind in MODALITIES]
         if sp.host_group is not None and (self.replicas_differ or width is not None):
-            batches = gather_numbers([length, rows, documents, *encoded], sp.host_group, torch.device("cpu"))
+            batches = gather_numbers([length, rows, documents, *encoded], sp.host_group)
             length, rows, *_ = max(batches, key=lambda batch: batch[0] * batch[1])
             documents = any(has_documents for _, _, has_documents, *_ in batches)
             encoded = [

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.consistency import local_part
+from longspan.comm.agree import gather_objects
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects
+from longspan.comm.weights import local_part
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks
 from longspan.hf.state import state_of

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.arguments import check_sharding
-from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.weights import ReplicaCheck, broadcast_weights
 from longspan.compat.friends_api import is_model_of_diffusers
 from longspan.compat.versions import untested
 from longspan.core.experts import Experts
@@ -183,7 +183,7 @@ def _consistency_checks(
     """Return what compares batches over the ranks, and what detects changes of the model; None where not needed."""
     inner, batches = checked.model, None
     if sp.world_size > 1:
-        replicas = ReplicaCheck(inner, options.check_weights if checked.sums_gradients else 0)
+        replicas = ReplicaCheck(options.check_weights if checked.sums_gradients else 0)
         batches = BatchCheck(sp, options.check_batches, replicas)
     elif not checked.shards_weights:
         return None, None

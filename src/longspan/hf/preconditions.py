@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
-from longspan.comm import consistency
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.weights import agree_on_model, digests_to_compare
 from longspan.compat.reading import attention_layers, mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
@@ -61,9 +61,9 @@ def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: Paralle
 
     def check() -> tuple[Checked, dict[str, str], dict[str, int]]:
         checked = Checked(model, sp, options)
-        return checked, facts_of(model, sp, options), consistency.digests_to_compare(model, sp, options.weights)
+        return checked, facts_of(model, sp, options), digests_to_compare(model, sp, options.weights)
 
-    return consistency.check_on_every_rank(sp, check)
+    return agree_on_model(sp, check)
 
 
 class Checked:

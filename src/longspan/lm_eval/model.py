@@ -12,8 +12,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
+from longspan.comm.agree import broadcast_object
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import broadcast_object
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
 from longspan.hf.forward.logprobs import token_logprobs

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.agree import raise_on_every_rank
 from longspan.comm.arguments import check_sharding, describe
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
-from longspan.comm.objects import raise_on_every_rank
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
@@ -207,7 +207,8 @@ def _gather_states(
                     "its state is not finite (NaN or infinity) after its own tokens; look for NaN in q, k, v, decay, "
                     "beta and initial_state (of a model: longspan.find_nonfinite)"
                 )
-            raise_on_every_rank(problem, group, "cannot pass its state", [not x for x in finite])
+            if not all(finite):
+                raise_on_every_rank(problem, group, "cannot pass its state")
         elif problem is not None:
             raise problem
     link, dtype = gathered[:0].sum(), gathered.dtype

@@ -32,12 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
-from longspan.ranks import agreement
 from longspan.ranks.job import CPU_TIMEOUT_S, FOLDER, GPU_TIMEOUT_S, join_group, read_job, use_loopback
 from longspan.ranks.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
 #: Default seconds for the ranks to save and end after a signal.
@@ -144,16 +143,11 @@ def check_started(needed: int, mesh: str) -> None:
 # --- start the ranks, and wait for their end
 
 
-def run(
-    config: Any,
-    open_inputs: Callable[[Any], Any],
-    facts: Callable[[Any], Mapping[str, Any]],
-    work: Callable[[Any, Watch], Any],
-) -> Any:
-    """Run a command: return rank 0's result of `work(open_inputs(config), watch)`, which runs on every rank.
+def run(config: Any, open_inputs: Callable[[Any], Any], work: Callable[[Callable[[], Any], Watch], Any]) -> Any:
+    """Run a command: return rank 0's result of `work(opened, watch)`, which runs on every rank.
 
-    Inputs are opened before any rank starts, and sent to the ranks; under torchrun every rank opens them. The ranks
-    compare `facts(inputs)`. Raise as `launch`.
+    Inputs are opened before any rank starts, and sent to the ranks; under torchrun every rank opens them. `opened()`
+    returns them, and `work` compares them over the ranks (`longspan.comm.agree`). Raise as `launch`.
     """
     config.check()
     ranks, mesh = config.parallel.ranks, str(config.parallel)
@@ -162,14 +156,13 @@ def run(
     if not under_torchrun():
         check_processes(ranks, mesh)
         opened = open_inputs(config)
-    return launch(run_rank, config, open_inputs, facts, work, opened, nproc=ranks)
+    return launch(run_rank, config, open_inputs, work, opened, nproc=ranks)
 
 
-def run_rank(config: Any, open_inputs: Any, facts: Any, work: Any, opened: Any = None) -> Any:
+def run_rank(config: Any, open_inputs: Any, work: Any, opened: Any = None) -> Any:
     """Do a rank's part of `run`; `opened` are the inputs that the launcher has opened. Collective."""
     with joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
-        inputs = agreement.open_together(lambda: open_inputs(config) if opened is None else opened, facts)
-        return work(inputs, watch)
+        return work(lambda: open_inputs(config) if opened is None else opened, watch)
 
 
 _NO_LEAKS = "ignore:resource_tracker:UserWarning"

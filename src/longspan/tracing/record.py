@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from longspan.comm.objects import gather_objects
+from longspan.comm.agree import gather_objects
 from longspan.tracing.spans import STEP
 
 _CATEGORIES = ("cpu_op", "user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset")

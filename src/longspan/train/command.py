@@ -21,11 +21,13 @@ from transformers import EarlyStoppingCallback
 
 import longspan.train
 from longspan.checkpoint import read_verified
+from longspan.comm.agree import open_together
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
 from longspan.hf.model.pretrained import first_line
-from longspan.ranks import agreement, launch
+from longspan.ranks import launch
+from longspan.ranks.facts import model_facts
 from longspan.ranks.watch import Watch
 from longspan.train import model as models
 from longspan.train.arguments import Arguments, Settings, read
@@ -122,7 +124,7 @@ def _facts(opened: _Opened) -> dict[str, Any]:
     """Return what must be equal on every rank. Machines of other memory are planned otherwise."""
     found, fix = opened.resolved, "(if the planner chose it, give rank_memory)"
     planned = {f"context {fix}": found.context, f"memory {fix}": found.memory.describe()}
-    return {**agreement.model_facts(found.config), **planned}
+    return {**model_facts(found.config), **planned}
 
 
 def train(argv: list[str]) -> None:
@@ -136,8 +138,8 @@ def train(argv: list[str]) -> None:
 def train_rank(settings: Settings, watch: Watch) -> None:
     """Train on one rank. Collective. Raise `Stopped` if a signal reached any rank, after all have saved."""
     watch.at("start", unlimited=True)
-    agreement.agree({**agreement.versions(), **settings.values})
-    opened = agreement.open_together(lambda: _open(settings), _facts)
+    open_together(lambda: settings, lambda same: same.values)
+    opened = open_together(lambda: _open(settings), _facts)
     watch.at("loading", unlimited=True)
     training = opened.arguments.training
     with launch.StopRequest("stopping after this step") as request:

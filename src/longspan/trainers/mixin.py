@@ -34,8 +34,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan import checkpoint as checkpoints
 from longspan.checkpoint.folder import begin
+from longspan.comm.agree import error_text
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import error_text
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.compat.transformers_api import output_dir_of

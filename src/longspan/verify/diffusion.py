@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from longspan.comm.agree import on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.core.validation import read_text

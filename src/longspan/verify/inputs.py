@@ -31,7 +31,7 @@ from longspan.hf.model.prompts import BYTES, load_tokenizer, naming, open_datase
 from longspan.hf.model.vision import core_of, encoders_of
 from longspan.hf.preconditions import check_axes
 from longspan.hf.weights.origin import Origin
-from longspan.ranks.agreement import model_facts
+from longspan.ranks.facts import model_facts
 from longspan.verify.config import VerifyConfig
 
 _TEXT_TOKENS = 60

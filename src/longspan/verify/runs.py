@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 import longspan
-from longspan.comm.consistency import digests_of, local_part
+from longspan.comm.agree import gather_objects, on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects, on_every_rank
+from longspan.comm.weights import digests_of, local_part
 from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.consistency import ReplicaCheck, digest_of_text, gather_numbers, is_on_cpu
+from longspan.comm.agree import Facts, agree
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects, raise_on_every_rank
+from longspan.comm.weights import ReplicaCheck, is_on_cpu
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
@@ -29,15 +28,15 @@ FIRST, EVERY = 3, 100
 each `EVERY`-th.
 """
 
+_VALUES = "the values"
+
 
 class BatchCheck:
-    """Compare the ranks' batches in the first `forwards` of a model, None for all; `replicas` compares weights with
-    them.
-    """
+    """Compare the ranks' batches in the first `forwards` of a model, None for all; `replicas` compares weights."""
 
     def __init__(self, sp: SequenceSharding, forwards: int | None, replicas: ReplicaCheck) -> None:
         self.sp, self.left, self.replicas, self.forward = sp, forwards, replicas, 0
-        self.group = sp.host_group if forwards != 0 or replicas.every else None
+        self.group = sp.host_group if forwards != 0 else None
 
     @property
     def thorough(self) -> bool:
@@ -58,68 +57,55 @@ class BatchCheck:
         `batch` is whole; `router`: whether the router loss is requested; `sharing`: the sharding of the ranks that
         share this rank's batch.
         """
-        weights = self.replicas.number(model)
-        if self.left == 0 and problem is not None:
+        if self.left != 0:
+            self._compare(model, batch, router, problem, sharing)
+        elif problem is not None:
             raise problem
-        if self.group is None or (self.left == 0 and not weights):
-            return
-        content = _digest(batch) if self.thorough or is_on_cpu(batch) else 0  # 0: the host must not wait for a GPU
+        self.replicas.compare(model, self.sp)
+
+    def _compare(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        router: bool,
+        problem: Exception | None,
+        sharing: SequenceSharding,
+    ) -> None:
+        # The host must not wait for a GPU.
+        values = {_VALUES: str(_digest(batch))} if self.thorough or is_on_cpu(batch) else {}
+        shared = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
+        asked = batch.get(WIDTH)
+        usable = asked is None or (type(asked) is int and asked == sharing.size)
+        cut = problem is not None and "longspan" in batch  # the parts of one batch differ
+        agree(
+            self.group,
+            Facts(_call_facts(model, batch, router), _called_differently),
+            problem,
+            what="refused its batch",
+            shared=None if cut else Facts({**shared, **values}, self._batches_differ),
+            neighbours=sharing.model_size if usable else 0,  # 0: nobody shares this batch
+        )
         self.forward += 1
         if self.left:
             self.left -= 1
-        # What must be equal in a sequence group, except the values of tensors, and on all ranks.
-        structure = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
-        call_facts = _call_facts(model, batch, router)
-        asked = batch.get(WIDTH)
-        usable = asked is None or (type(asked) is int and asked == sharing.size)
-        width = sharing.size if usable else 0  # 0: nobody shares this batch
-        failed = 0 if problem is None else 2 if "longspan" in batch else 1
-        numbers = [failed, _number(call_facts), _number(structure), content, weights, width]
-        rows = gather_numbers(numbers, self.group, torch.device("cpu"))
-        self._raise_differences(rows, structure, call_facts, problem)
-        held = self.sp.tensor_size  # ranks `tensor_size` apart hold the same weights
-        if any(len({row[4] for row in rows[i::held]}) > 1 for i in range(held)):
-            self.replicas.refuse(model, self.group, held)
 
-    def _raise_differences(
-        self, rows: list[list[int]], structure: dict[str, str], call_facts: dict[str, str], problem: Exception | None
-    ) -> None:
-        assert self.group is not None
-        ranks = dist.get_process_group_ranks(self.group)
-        # First: parts of one batch differ.
-        raise_on_every_rank(problem, self.group, "refused its batch", [row[0] == 2 for row in rows])
-        batches = [(row[5], row[2], row[3]) for row in rows]
-        group = self._unequal_group(batches, tuple(row[5] for row in rows))
-        if group is not None:
-            details = listed(differences(gather_objects(structure, self.group)[group], ranks[group]))
-            raise LongspanError(self._batch_error(ranks[group], batches[group], details), code="LS301")
-        raise_on_every_rank(problem, self.group, "refused its batch", [bool(row[0]) for row in rows])
-        if len({row[1] for row in rows}) > 1:
-            details = listed(differences(gather_objects(call_facts, self.group), ranks))
-            raise LongspanError(f"every rank must call the model in the same way: {details}")
-
-    def _unequal_group(self, batches: list[Any], widths: tuple[int, ...]) -> slice | None:
-        """Return the first group of ranks that share a batch, by the widest of them, and have different ones."""
-        tensor = self.sp.tensor_size
-        for width in sorted(set(widths) - {0}, reverse=True):  # ranks that share a batch are neighbours
-            for first in range(0, len(widths), width * tensor):
-                group = slice(first, first + width * tensor)
-                if width in widths[group] and len(set(batches[group])) > 1:
-                    return group
-        return None
-
-    def _batch_error(self, ranks: list[int], batches: list[Any], details: str) -> str:
-        odd = odd_ones(batches)
-        others, same = ([ranks[i] for i in range(len(ranks)) if (i in odd) == wrong] for wrong in (True, False))
-        return (
-            f"the ranks of a sequence group need the same full batch: ranks {', '.join(map(str, others))} were given "
-            f"another one than ranks {', '.join(map(str, same))} ({details or 'same shapes, other values'}); "
-            f"seed or shard the data loader by sp.data_rank (of {self.sp.data_size}), not by the process's rank"
+    def _batches_differ(self, every: list[dict[str, str]], ranks: list[int]) -> LongspanError:
+        odd = odd_ones([json.dumps(each, sort_keys=True) for each in every])
+        others, same = (
+            ", ".join(str(rank) for i, rank in enumerate(ranks) if (i in odd) == wrong) for wrong in (True, False)
+        )
+        structures = [{key: text for key, text in each.items() if key != _VALUES} for each in every]
+        details = listed(differences(structures, ranks)) or "same shapes, other values"
+        return LongspanError(
+            f"the ranks of a sequence group need the same full batch: ranks {others} were given another one than ranks "
+            f"{same} ({details}); seed or shard the data loader by sp.data_rank (of {self.sp.data_size}), not by the "
+            f"process's rank",
+            code="LS301",
         )
 
 
-def _number(facts: Mapping[str, str]) -> int:
-    return digest_of_text(json.dumps(facts, sort_keys=True))
+def _called_differently(every: list[dict[str, str]], ranks: list[int]) -> LongspanError:
+    return LongspanError(f"every rank must call the model in the same way: {listed(differences(every, ranks))}")
 
 
 def _format(value: Any) -> str:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.attn.segments import Segments, padding_segments
-from longspan.comm.consistency import is_on_cpu
 from longspan.comm.shard import shard
+from longspan.comm.weights import is_on_cpu
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longspan.comm.objects import gather_objects, on_every_rank
+from longspan.comm.agree import gather_objects, on_every_rank
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 from longspan.core.heads import split_groups, split_heads
 from longspan.hf.model.support import heads_of

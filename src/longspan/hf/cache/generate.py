@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longspan.comm.agree import gather_numbers, on_every_rank
 from longspan.comm.arguments import check_tensor
-from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import keep_from_generate, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
@@ -145,7 +144,7 @@ def _run_empty_chunks(model: Any, sp: SequenceSharding, chunks: int) -> None:
     """
     if sp.data_size == 1 or sp.fsdp_group is None:
         return
-    most = max(count for (count,) in gather_numbers([chunks], sp.fsdp_group, sp.device))
+    most = max(count for (count,) in gather_numbers([chunks], sp.fsdp_group))
     for _ in range(most - chunks):
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=sp.device), use_cache=False)

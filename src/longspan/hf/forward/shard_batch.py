@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.comm.consistency import is_on_cpu
+from longspan.comm.weights import is_on_cpu
 from longspan.compat.transformers_api import count_mask
 from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck

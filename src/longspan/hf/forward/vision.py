@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from longspan.comm.agree import gather_numbers
 from longspan.comm.collectives import all_to_all_rows
-from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules
 from longspan.core.errors import LongspanError
@@ -187,7 +187,7 @@ class VisionTower(Stage):
         generated = isinstance(info, CachedInfo) and prompt is not None and info.step.past >= prompt
         if self.joint and not generated:
             assert self.sp.host_group is not None
-            rows = gather_numbers(mine, self.sp.host_group, torch.device("cpu"))
+            rows = gather_numbers(mine, self.sp.host_group)
             mine = [max(column) for column in zip(*rows, strict=True)]
         return [encoder for encoder, runs in zip(encoders, mine, strict=True) if runs]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.comm.consistency import local_part
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.weights import local_part
 from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets

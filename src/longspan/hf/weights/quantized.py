@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from longspan.comm.consistency import local_part
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.weights import local_part
 from longspan.compat.torch_api import FSDP_KEEPS_INTEGERS
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory

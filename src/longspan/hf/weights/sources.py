@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from longspan.comm.consistency import gather_numbers, local_part
+from longspan.comm.agree import broadcast_object, gather_numbers, on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import broadcast_object, on_every_rank
+from longspan.comm.weights import local_part
 from longspan.compat.transformers_api import keys_in_model
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import even_span
@@ -152,7 +152,7 @@ class FirstRank:
         infos = None if full_model is None else (_parameters(full_model), _buffers(full_model))
         parameters, buffers = broadcast_object(infos, sp.world_group)
         same_names = _parameters(model).keys() == parameters.keys() and _buffers(model).keys() == buffers.keys()
-        if not all(row[0] for row in gather_numbers([same_names], sp.world_group, sp.device)):
+        if not all(row[0] for row in gather_numbers([same_names], sp.world_group)):
             return None
         made: dict[str, nn.Parameter] = {}
         for name, x in parameters.items():

@@ -1,7 +1,4 @@
-"""Consistency checks: compare ranks before a collective could hang, and name the ranks and keys that differ.
-
-Each comparison gathers a few numbers. Texts and digests of single tensors are sent only if the numbers differ. All
-ranks see the same numbers, so all raise the same error.
+"""The weights that ranks must have alike: compare them by digests when they are sharded, and during training.
 
 Of tensors, 64-bit checksums are compared. A tensor's bytes are read as 64-bit words x, in rows of `ROW`. Its digest is
 the sum over rows r and columns i of m_r * w_i * x_ri modulo 2^64, where m and w are pseudo-random odd numbers. An odd
@@ -11,9 +8,7 @@ about 2^-63. A digest takes one pass over memory, on the tensor's device, withou
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.objects import attempted, gather_objects, raise_on_every_rank
+from longspan.comm.agree import Facts, agree, on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, format_ranks, listed, odd_ones
 
@@ -31,32 +26,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Gather the int64 numbers of every rank, in group order; each rank has equally many."""
-    row = torch.tensor(mine, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(row) for _ in range(group.size())]
-    dist.all_gather(rows, row, group=group)
-    return torch.stack(rows).tolist()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The model that `parallelize` gets.
 
 
-def check_on_every_rank(sp: SequenceSharding, check: Callable[[], tuple[T, Mapping[str, str], Mapping[str, int]]]) -> T:
+def agree_on_model(sp: SequenceSharding, check: Callable[[], tuple[T, Mapping[str, str], Mapping[str, int]]]) -> T:
     """Run this rank's own checks, then compare what they found over all ranks. Collective.
 
     Args:
         sp: the sharding.
-        check: raises, or returns its result, and facts and weights for `check_same_model`.
+        check: raises, or returns its result, facts by their names in errors, and digests of weights by name.
 
     Raises:
-        LongspanError: as `check_same_model`; if `check` raised another kind of exception, that one on its own rank.
+        LongspanError: naming the ranks, and the keys or weights that differ; if `check` raised another kind of
+            exception, that one on its own rank.
     """
-    found, problem = attempted(check)
-    _, facts, weights = found[0] if found else (None, {}, {})
-    check_same_model(sp, facts, weights, problem)
-    return found[0][0]
+    what = "cannot parallelize the model"
+    return on_every_rank(check, sp.world_group, lambda found: Facts(found[1:], _models_differ), what)[0]
 
 
 def digests_to_compare(model: nn.Module, sp: SequenceSharding, weights: str) -> dict[str, int]:
@@ -64,43 +50,20 @@ def digests_to_compare(model: nn.Module, sp: SequenceSharding, weights: str) -> 
     return digests_of(weights_of(model)) if sp.world_size > 1 and weights == "same" else {}
 
 
-def check_same_model(
-    sp: SequenceSharding, facts: Mapping[str, str], weights: Mapping[str, int], problem: Exception | None
-) -> None:
-    """Raise on every rank if any rank has a problem, or if facts or weights differ. Collective.
-
-    Args:
-        sp: the sharding.
-        facts: values that must be equal, by their names in errors.
-        weights: digests of parameters and buffers, by name.
-        problem: the error of this rank's own checks.
-
-    Raises:
-        LongspanError: naming the ranks, and the keys or parameters; on the rank that has a `problem`, that error.
-    """
-    group = sp.world_group
-    if group is None or sp.world_size == 1:
-        if problem is not None:
-            raise problem
-        return
-    mine = [int(problem is not None), *(digest_of_text(json.dumps(x, sort_keys=True)) for x in (facts, weights))]
-    rows = gather_numbers(mine, group, sp.device)
-    ranks = dist.get_process_group_ranks(group)
-    raise_on_every_rank(problem, group, "cannot parallelize the model", [bool(row[0]) for row in rows])
-    if len({row[1] for row in rows}) > 1:
-        found = differences(gather_objects(dict(facts), group), ranks)
-        raise LongspanError(
+def _models_differ(every: list[Any], ranks: list[int]) -> LongspanError:
+    facts, weights = zip(*every, strict=True)
+    if found := differences(facts, ranks):
+        return LongspanError(
             f"parallelize must be given the same on every rank: {listed(found)}; start every rank with the same "
             f"settings, model and versions",
             code="LS104",
         )
-    if len({row[2] for row in rows}) > 1:
-        raise LongspanError(
-            f"the ranks have different weights: {_format_differing(gather_objects(dict(weights), group), ranks)}; call "
-            f"torch.manual_seed with one seed on every rank before the model is made, load the same files everywhere, "
-            f"or copy the weights of rank {ranks[0]} to all: parallelize(..., weights='broadcast')",
-            code="LS405",
-        )
+    return LongspanError(
+        f"the ranks have different weights: {_format_differing(weights, ranks)}; call torch.manual_seed with one seed "
+        f"on every rank before the model is made, load the same files everywhere, or copy the weights of rank "
+        f"{ranks[0]} to all: parallelize(..., weights='broadcast')",
+        code="LS405",
+    )
 
 
 def _format_differing(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
@@ -138,32 +101,22 @@ class ReplicaCheck:
     `every` counts the training forwards from one comparison to the next; 0 for none.
     """
 
-    def __init__(self, model: nn.Module, every: int) -> None:
-        self.every = every
-        self.seen = 0
-        parameters = list(model.parameters())
-        self.digester = Digester(parameters[0].device) if every and parameters else None
+    def __init__(self, every: int) -> None:
+        self.every, self.seen = every, 0
 
-    def number(self, model: nn.Module) -> int:
-        """Return the joint digest of all parameters in every `every`-th training forward, 0 in the others."""
-        if self.digester is None or not (model.training and torch.is_grad_enabled()):
-            return 0
+    def compare(self, model: nn.Module, sp: SequenceSharding) -> None:
+        """Raise on every rank, naming parameter and ranks, in every `every`-th training forward. Collective in it."""
+        if not self.every or not (model.training and torch.is_grad_enabled()):
+            return
         self.seen += 1
-        if self.seen % self.every:
-            return 0
-        parameters = list(model.parameters())
-        if parameters[0].device != self.digester.factors.device:
-            self.digester = Digester(parameters[0].device)
-        return int(self.digester.joint(parameters))
+        if self.seen % self.every == 0:
+            facts = Facts(digests_of(dict(model.named_parameters())), self._diverged)
+            # Ranks of a tensor group hold different weights. All must raise if those of one FSDP group differ.
+            on_every_rank(lambda: agree(sp.fsdp_group, facts), sp.world_group if sp.tensor_size > 1 else None)
 
-    def refuse(self, model: nn.Module, group: dist.ProcessGroup, held: int = 1) -> None:
-        """Raise on every rank, naming parameter and ranks. Ranks `held` apart hold the same weights. Collective."""
-        weights = gather_objects(digests_of(dict(model.named_parameters())), group)
-        ranks = dist.get_process_group_ranks(group)
-        copies = [(weights[i::held], ranks[i::held]) for i in range(held)]
-        found = next(_format_differing(*each) for each in copies if any(x != each[0][0] for x in each[0]))
-        raise LongspanError(
-            f"the weights of the ranks have diverged: {found}; they were equal "
+    def _diverged(self, every: list[Any], ranks: list[int]) -> LongspanError:
+        return LongspanError(
+            f"the weights of the ranks have diverged: {_format_differing(every, ranks)}; they were equal "
             f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
             f"differ, or a rank's memory was damaged: continue from an earlier checkpoint, and test that machine",
             code="LS405",
@@ -210,14 +163,6 @@ class Digester:
         parts = words.split(max(1, _AT_ONCE // ROW))
         return torch.cat([(part * self.factors).sum(1) for part in parts])
 
-    def joint(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return one digest of several tensors, in order, int64 []."""
-        each = [self(x) for x in tensors]
-        if not each:
-            return self.factors.new_zeros(())
-        whole = torch.stack(each)
-        return (whole * _odd_numbers(2 * ROW, len(each), whole.device)).sum()
-
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, except those on the meta device; with the scales of 4-bit weights."""
@@ -241,11 +186,6 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         values = torch.stack([digester(tensors[name]) for name in names]).tolist()
         out |= dict(zip(names, values, strict=True))
     return {name: out[name] for name in tensors}
-
-
-def digest_of_text(text: str) -> int:
-    """Return a checksum of a text, below 2^32."""
-    return zlib.crc32(text.encode())
 
 
 @torch.no_grad()
