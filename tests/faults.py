@@ -70,9 +70,9 @@ FAULTS = (
     # attn: masks, softmax, ring
     Fault("window_one_token_too_wide", "attn/mask.py", "None if self.window is None else self.window - 1",
           "None if self.window is None else self.window", "tests/attn/test_ring.py -k test_one_device"),
-    Fault("softmax_merge_not_normalized", "attn/kernels/base.py", "return before / total, now / total, lse",
-          "return before, now, lse", "tests/attn/test_ring.py -k test_one_device"),
-    Fault("empty_rows_are_nan", "attn/kernels/base.py", "torch.where(torch.isneginf(highest), 0.0, highest)", "highest",
+    Fault("softmax_merge_not_normalized", "attn/kernels/base.py", "return weights.div_(",
+          "return weights.mul_(1 + 0 * ", "tests/attn/test_ring.py -k test_one_device"),
+    Fault("empty_rows_are_nan", "attn/kernels/base.py", ".clamp_(min=torch.finfo(lses.dtype).min)", "",
           "tests/attn/test_ring.py -k 'minus_infinity or every_mesh'"),
     Fault("sink_gradient_sign", "attn/methods/ring.py", "dsinks = -(", "dsinks = (",
           "tests/attn/test_ring.py -k test_one_device"),
@@ -224,8 +224,8 @@ FAULTS = (
     # cache
     Fault("cache_forgets_a_token_of_the_window", "cache/attend.py", "max(0, length - window + 1)",
           "max(0, length - window + 2)", "tests/generate/test_generate.py -k greedy"),
-    Fault("cache_merge_unweighted", "cache/attend.py", "weights = (lses - highest).exp_()",
-          "weights = torch.ones_like(lses)", "tests/cache/test_cache.py -k softmax"),
+    Fault("cache_merge_unweighted", "cache/attend.py", "weights, total, _ = exponentials(lses)",
+          "weights, total, _ = exponentials(0 * lses)", "tests/cache/test_cache.py -k softmax"),
     Fault("cache_reads_the_first_tile_again", "cache/attend.py", "(tile * prepared.tile, (tile + 1) * prepared.tile)",
           "(0, prepared.tile)", "tests/cache/test_cache.py -k quantized"),
     Fault("static_step_overwrites_another_ranks_token", "cache/static.py", "end - len(step.local_spans)", "end - 1",
