@@ -35,8 +35,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator, exponentials
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
+from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator, exponentials, returns_lse
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 from longspan.compat.torch_api import gather_into
 from longspan.core.errors import LongspanError

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -412,17 +412,20 @@ class BlockKernel(Kernel, Protocol):
 class AutogradKernel(Kernel, Protocol):
     """A kernel that returns the output alone and gets its gradients from autograd; it needs all keys (no ring)."""
 
-    def prepare_batch(self, blocks: Blocks) -> Any:
-        """Return what `run` needs, on the device; called once per batch."""
+    def prepare(self, blocks: Blocks) -> Sequence[Any]:
+        """Return what `run` needs for the one block of keys, on the device; called once per batch."""
 
     def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any, scores: Scores) -> Tensor:
         """Return the attention of all tokens, `[B, S, H, V]`; zero for a query that sees nothing."""
 
-    def to_kernel_layout(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def own_inputs(self, *qkv_BSHD: Tensor) -> tuple[Tensor, ...]:
         """Copy q, k and v now if `run` would copy them, so that the caller can free the received buffer."""
-        return q_BSHD, k_BTKD, v_BTKV
+        return qkv_BSHD
+
+
+def returns_lse(kernel: Any) -> TypeGuard[BlockKernel]:
+    """Whether a kernel is a `BlockKernel`, which computes block by block."""
+    return hasattr(kernel, "accumulate")
 
 
 def refusal(kernel: Any, request: KernelRequest) -> str | None:
