@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import longspan
 from longspan.attn.methods.head_chunks import ChunkedUlysses
-from longspan.attn.methods.ring import Ring
+from longspan.attn.methods.local import LocalAttention
 from longspan.comm.all_to_all import AllToAll
 from longspan.core.errors import LongspanError
 from longspan.core.routes import AllToAllLink, choose_overlap_chunks
@@ -30,7 +30,12 @@ def _events(chunks: int, recompute: bool) -> dict[str, Any]:
     x = make(case)
     qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
     log: list[str] = []
-    start, wait, forward, backward = dist.all_to_all_single, AllToAll.wait, Ring.forward, Ring.backward
+    start, wait, forward, backward = (
+        dist.all_to_all_single,
+        AllToAll.wait,
+        LocalAttention.forward,
+        LocalAttention.backward,
+    )
 
     def noted(name: str, function: Any) -> Any:
         def wrapped(*args: Any, **more: Any) -> Any:
@@ -42,8 +47,8 @@ def _events(chunks: int, recompute: bool) -> dict[str, Any]:
     with (
         mock.patch.object(dist, "all_to_all_single", noted("start", start)),
         mock.patch.object(AllToAll, "wait", noted("wait", wait)),
-        mock.patch.object(Ring, "forward", noted("compute", forward)),
-        mock.patch.object(Ring, "backward", noted("compute", backward)),
+        mock.patch.object(LocalAttention, "forward", noted("compute", forward)),
+        mock.patch.object(LocalAttention, "backward", noted("compute", backward)),
         count_sent() as sent,
     ):
         out = longspan.attention(*qkv, sp, head_chunks=chunks if recompute else 1)

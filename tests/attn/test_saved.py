@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan.attn.methods import ring
+from longspan.attn.methods import local
 from tests.choose import grouped, pairwise
 from tests.fakes import fake_world
 
@@ -67,9 +67,9 @@ def test_without_a_ring_a_gpu_copies_only_a_v_that_is_a_view(
 ) -> None:
     """Keys and values are not copied, unless saving v would keep a fused projection alive."""
     made: list[int] = []
-    of = ring._KVPair.of
-    monkeypatch.setattr(ring, "_kernel_rereads_kv", lambda device: False)
-    monkeypatch.setattr(ring._KVPair, "of", lambda *args: made.append(1) or of(*args))
+    of = local.KVPair.of
+    monkeypatch.setattr(local, "_kernel_rereads_kv", lambda device: False)
+    monkeypatch.setattr(local.KVPair, "of", lambda *args: made.append(1) or of(*args))
     with fake_world(0, ulysses):
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=ulysses))
         found = saved(sp, torch.float32, source, kernel="tiled")

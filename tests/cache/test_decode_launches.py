@@ -69,7 +69,7 @@ def _second_layer(
         (1, 8, 2, False, 5),
         (8, 1, 1, False, 15),
         (2, 4, 1, False, 15),
-        (2, 4, 2, True, 20),
+        (2, 4, 2, True, 17),
     ],
 )
 def test_launches_of_a_layer_and_token(ring: int, ulysses: int, rows: int, sinks: bool, most: int) -> None:

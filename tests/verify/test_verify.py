@@ -261,7 +261,7 @@ def _shift_labels_after_sharding(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.base import LocalAttention
+    from longspan.attn.methods.local import LocalAttention
 
     original = LocalAttention.__call__
     patch.setattr(LocalAttention, "__call__", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import AutogradKernel, Blocks, Kernel, KernelRequest
+from longspan.attn.kernels.base import AutogradKernel, BlockKernel, Blocks, Kernel, KernelRequest, returns_lse
 from longspan.attn.kernels.choice import (
     EAGER,
     AnyKernel,
@@ -21,11 +21,11 @@ from longspan.attn.kernels.choice import (
     choose_kernel,
     log_choice,
     refuse_learnt_biases,
-    returns_lse,
 )
 from longspan.attn.mask import Mask, row_groups
-from longspan.attn.methods.base import AttentionMethod, LocalAttention, SavedAttentions
+from longspan.attn.methods.base import AttentionMethod, SavedAttentions
 from longspan.attn.methods.head_chunks import ChunkedUlysses, HeadChunk
+from longspan.attn.methods.local import LocalAttention
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
@@ -138,7 +138,7 @@ def prepare(
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
     if recompute_all_to_all or overlap_chunks > 1:
-        chunks = _head_chunks(cast(Ring, method), groups, sp.ulysses_rank, shapes.device)
+        chunks = _head_chunks(cast(LocalAttention, method), groups, sp.ulysses_rank, shapes.device)
         sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
         method = ChunkedUlysses(group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1)
     elif group is not None:
@@ -180,14 +180,12 @@ def _inner_method(
     )
     if kernel is EAGER:
         return ReferenceRing(group, blocks, kv_head_index)
-    if not returns_lse(kernel):
-        autograd_kernel = cast(AutogradKernel, kernel)
-        prepared = autograd_kernel.prepare_batch(blocks) if local.q_heads else None
-        return LocalAttention(autograd_kernel, prepared, kv_head_index)
-    pairs = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
-    routes = ring_routes(readers_of_blocks(pairs))
+    kernel = cast(BlockKernel | AutogradKernel, kernel)
     per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
-    return Ring(group, routes, kernel, per_block, kv_head_index)
+    if group is None:
+        return LocalAttention(kernel, per_block, kv_head_index)
+    routes = ring_routes(readers_of_blocks(pairs_of_blocks(layout, lengths, mask, shapes.q[0])))
+    return Ring(kernel, per_block, kv_head_index, group=group, routes=routes)
 
 
 def choose_kernel_and_overlap(
@@ -238,14 +236,14 @@ def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
 
 
 def _head_chunks(
-    ring: Ring, groups: tuple[tuple[tuple[HeadShard, ...], ...], ...], rank: int, device: torch.device
+    attention: LocalAttention, groups: tuple[tuple[tuple[HeadShard, ...], ...], ...], rank: int, device: torch.device
 ) -> tuple[HeadChunk, ...]:
     """Return the chunks of all groups. They share what the kernel prepared for all local heads."""
     return tuple(
         HeadChunk(
             shards,
             shards[rank],
-            replace(ring, kv_head_index=_kv_head_index(shards[rank], device)),
+            replace(attention, kv_head_index=_kv_head_index(shards[rank], device)),
             first_of_kv=number == 0,
             last_of_kv=number == len(group) - 1,
         )

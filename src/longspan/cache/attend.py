@@ -35,8 +35,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
+from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator, exponentials, returns_lse
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 from longspan.compat.torch_api import gather_into
 from longspan.core.errors import LongspanError
@@ -151,7 +151,9 @@ def attend(
     if step.static is None:
         layer.drop_before(first_visible, step.kv_placement.count(step.sp.ring_rank, first_visible))
     if step.sp.ring_size == 1:
-        out = _add_sinks(out, lse, of_mine.sinks).to(q.dtype).transpose(1, 2)
+        if of_mine.sinks is not None:  # one more key per head, whose value is zero; few launches, for a decoded token
+            out = out * (lse - of_mine.sinks[:, None]).sigmoid()[..., None]
+        out = out.to(q.dtype).transpose(1, 2)
         combine = _heads_to_tokens if step.sharded else _gather_all_heads
         return combine(step, prepared, out), prepared.choice
     partial = _packed(out, lse)
@@ -318,13 +320,6 @@ def _gather_queries(step: CacheStep, q_BShD: Tensor) -> Tensor:
 # Combine the outputs of all ranks.
 
 
-def _add_sinks(out_BhNV: Tensor, lse_BhN: Tensor, sinks_h: Tensor | None) -> Tensor:
-    """Merge one more key per head, whose value is zero."""
-    if sinks_h is None:
-        return out_BhNV
-    return out_BhNV * (lse_BhN - sinks_h[:, None]).sigmoid()[..., None]
-
-
 def _heads_to_tokens(step: CacheStep, prepared: _Prepared, out_BShV: Tensor) -> Tensor:
     """Return all heads' output of my tokens, `[B, L, H, V]`, from my heads' output of the block's tokens."""
     if step.sp.ulysses_size == 1:
@@ -400,16 +395,9 @@ def _merge_all_tokens(
 def _merge(parts_RBhNW: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
     """Return the parts' outputs, weighted by their log-sum-exps: `[B, h, N, V]`. Add sinks. Overwrites the parts."""
     outs, lses = parts_RBhNW[..., :-1], parts_RBhNW[..., -1]
-    limits = torch.finfo(lses.dtype)
-    highest = lses.amax(0)
-    sinks = None if scores.sinks is None else scores.sinks.to(lses.dtype)[:, None]
-    if sinks is not None:
-        highest = torch.maximum(highest, sinks)
-    highest = highest.clamp_(min=limits.min)  # -inf - -inf is NaN
-    weights = (lses - highest).exp_()
-    total = weights.sum(0)
-    if sinks is not None:
-        total += (sinks - highest).exp_()
-    total = total.clamp_(min=limits.tiny)  # 0 for a query that sees no key
-    out = outs.mul_(weights[..., None]).sum(0)
-    return torch.div(out, total[..., None], out=torch.empty_like(out, dtype=dtype))  # one kernel with the cast
+    if scores.sinks is not None:  # one more part, whose output is zero
+        lses = torch.cat([lses, scores.sinks.to(lses.dtype)[:, None].expand(1, *lses.shape[1:])])
+    weights, total, _ = exponentials(lses)
+    out = outs.mul_(weights[: len(outs), ..., None]).sum(0)
+    total = total.clamp_(min=torch.finfo(total.dtype).tiny)[..., None]  # 0 for a query that sees no key
+    return torch.div(out, total, out=torch.empty_like(out, dtype=dtype))  # one kernel with the cast

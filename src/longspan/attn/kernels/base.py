@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -192,7 +192,7 @@ class SoftmaxAccumulator:
             return
         at = slice(*rows or (None,)), slice(None), slice(*queries or (None,))
         all_out, all_lse = self._sums()
-        before, now, all_lse[at] = _weights(all_lse[at], lse.to(self._dtype))
+        (before, now), all_lse[at] = _weights(all_lse[at], lse)
         total = all_out[at].mul_(before[..., None])
         if total.is_cuda:  # without a weighted copy in fp32
             total.addcmul_(out, now[..., None])
@@ -202,7 +202,7 @@ class SoftmaxAccumulator:
     def add_sinks(self, sinks_H: Tensor) -> None:
         """Merge one more key per head, whose value is zero."""
         out, lse = self.results()
-        before, _, self._lse = _weights(lse, sinks_H.to(self._dtype)[:, None].expand(lse.shape))
+        (before, _), self._lse = _weights(lse, sinks_H[:, None].expand(lse.shape))
         self._out = out.mul_(before[..., None])
 
     def _sums(self) -> tuple[Tensor, Tensor]:
@@ -214,19 +214,25 @@ class SoftmaxAccumulator:
         return self._out, self._lse
 
 
-def _weights(old: Tensor, more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(old: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of two partial outputs with these log-sum-exps, and the log-sum-exp of both.
 
     This uses exp and log, not `logaddexp`: on a CPU, results of `logaddexp` depend on an element's position (vector or
     scalar loop), and a head must be equal bit for bit on whichever rank it is computed.
     """
-    highest = torch.maximum(old, more)
-    highest = torch.where(torch.isneginf(highest), 0.0, highest)  # -inf - -inf is NaN
-    before, now = (old - highest).exp_(), (more - highest).exp_()
-    total = before + now
+    weights, total, highest = exponentials(torch.stack([old, more.to(old.dtype)]))
     lse = highest + total.log()
-    total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
-    return before / total, now / total, lse
+    return weights.div_(total.clamp_(min=torch.finfo(total.dtype).tiny)), lse
+
+
+def exponentials(lses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of partial outputs with log-sum-exps `[parts, ...]`, which are overwritten; and their sum.
+
+    The sum is 0 if no part saw a key. The weights are relative to the third result, so none overflows.
+    """
+    highest = lses.amax(0).clamp_(min=torch.finfo(lses.dtype).min)  # -inf - -inf is NaN
+    weights = lses.sub_(highest).exp_()
+    return weights, weights.sum(0), highest
 
 
 class GradientSum:
@@ -406,17 +412,20 @@ class BlockKernel(Kernel, Protocol):
 class AutogradKernel(Kernel, Protocol):
     """A kernel that returns the output alone and gets its gradients from autograd; it needs all keys (no ring)."""
 
-    def prepare_batch(self, blocks: Blocks) -> Any:
-        """Return what `run` needs, on the device; called once per batch."""
+    def prepare(self, blocks: Blocks) -> Sequence[Any]:
+        """Return what `run` needs for the one block of keys, on the device; called once per batch."""
 
     def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any, scores: Scores) -> Tensor:
         """Return the attention of all tokens, `[B, S, H, V]`; zero for a query that sees nothing."""
 
-    def to_kernel_layout(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def own_inputs(self, *qkv_BSHD: Tensor) -> tuple[Tensor, ...]:
         """Copy q, k and v now if `run` would copy them, so that the caller can free the received buffer."""
-        return q_BSHD, k_BTKD, v_BTKV
+        return qkv_BSHD
+
+
+def returns_lse(kernel: Any) -> TypeGuard[BlockKernel]:
+    """Whether a kernel is a `BlockKernel`, which computes block by block."""
+    return hasattr(kernel, "accumulate")
 
 
 def refusal(kernel: Any, request: KernelRequest) -> str | None:

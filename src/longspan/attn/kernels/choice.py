@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 
@@ -14,11 +13,11 @@ from longspan.attn.kernels.base import (
     BY_SCORES,
     CHANGES_EACH_SCORE,
     REGISTRY,
-    BlockKernel,
     Kernel,
     KernelRequest,
     refusal,
     register,
+    returns_lse,
 )
 from longspan.attn.kernels.flash import CUDNN, FLASH
 from longspan.attn.kernels.flex import FLEX, compiles
@@ -129,11 +128,6 @@ def as_kernel(kernel: AnyKernel) -> Kernel:
         f"kernel={format_value(kernel)} is neither a name ({known}) nor a kernel; make one of a function that returns "
         f"the output and its log-sum-exp by longspan.kernel_with_lse"
     )
-
-
-def returns_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
-    """Whether a kernel is a `BlockKernel`, which computes block by block."""
-    return all(hasattr(kernel, name) for name in ("prepare", "accumulate"))
 
 
 def _choose(request: KernelRequest) -> tuple[Kernel, Choice]:

@@ -25,16 +25,13 @@ class SdpaKernel(AutogradKernel):
     def describe(self, request: KernelRequest) -> str:
         return "torch's scaled_dot_product_attention"
 
-    def prepare_batch(self, blocks: Blocks) -> bool:
+    def prepare(self, blocks: Blocks) -> tuple[bool]:
         """Return whether the attention is causal."""
-        return blocks.mask.causal
+        return (blocks.mask.causal,)
 
-    def to_kernel_layout(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def own_inputs(self, *qkv_BSHD: Tensor) -> tuple[Tensor, ...]:
         """See `AutogradKernel`: heads first on a CPU."""
-        q, k, v = (x.transpose(1, 2) for x in _heads_first(q_BSHD, k_BTKD, v_BTKV))
-        return q, k, v
+        return tuple(x.transpose(1, 2) for x in _heads_first(*qkv_BSHD))
 
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKV: Tensor, prepared: bool, scores: Scores) -> Tensor:
         """See `AutogradKernel`."""

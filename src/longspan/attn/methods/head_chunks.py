@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.methods.base import SavedAttentions
-from longspan.attn.methods.ring import Ring, owns_storage
+from longspan.attn.methods.local import LocalAttention, owns_storage
 from longspan.attn.score import Scores
 from longspan.comm.all_to_all import copy_wide, head_spans, start_gather, start_scatter, write_heads
 from longspan.compat.torch_api import named_range, not_compiled
@@ -47,7 +47,7 @@ class HeadChunk:
 
     shards: tuple[HeadShard, ...]  # the chunk's heads of each rank of the Ulysses group; some ranks may have none
     local: HeadShard  # this rank's
-    ring: Ring  # attention of all tokens of the block on the local heads; a ring of one if there is no ring
+    attention: LocalAttention  # of all tokens of the block on the local heads, or their `Ring`
     first_of_kv: bool = True  # whether this chunk receives its KV heads; otherwise they are those of the previous chunk
     last_of_kv: bool = True  # whether no later chunk needs these KV heads, so that their gradients are sent back
 
@@ -181,7 +181,9 @@ def _forward(
         k_BkTD, v_BkTV = kv
         if chunk.local.q_heads:
             heads = scores.of_heads(chunk.local.q_start, chunk.local.q_stop)
-            chunk_out, lse = chunk.ring.forward(q_BhSD, k_BkTD, v_BkTV, heads)
+            local = chunk.attention.pack(q_BhSD, k_BkTD, v_BkTV, saved=False)
+            chunk_out, lse = chunk.attention.forward(q_BhSD, local, heads)
+            del local
         else:
             chunk_out = q_BhSD.new_empty(*q_BhSD.shape[:3], v.shape[3])
             lse = q_BhSD.new_empty(q_BhSD.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -244,11 +246,11 @@ def _backward(
         dq_BhSD, dkv = q_BhSD, [k_BkTD, v_BkTV]  # empty tensors if this rank has no head in the chunk
         if chunk.local.q_heads:
             heads = chunk.local.q_start, chunk.local.q_stop
-            dq_BhSD, dk_BkTD, dv_BkTV, chunk_dsinks = chunk.ring.backward(
-                q_BhSD, k_BkTD, v_BkTV, (out_BhSV, lses[number], grad_BhSV), scores.of_heads(*heads)
+            local = chunk.attention.pack(q_BhSD, k_BkTD, v_BkTV, saved=False)
+            dq_BhSD, *dkv, chunk_dsinks = chunk.attention.backward(
+                q_BhSD, local, (out_BhSV, lses[number], grad_BhSV), scores.of_heads(*heads)
             )
-            dkv = [dk_BkTD, dv_BkTV]
-            del dk_BkTD, dv_BkTV
+            del local
             if dsinks is not None and chunk_dsinks is not None:
                 dsinks[slice(*heads)] = chunk_dsinks
             if not (chunk.first_of_kv and chunk.last_of_kv):  # several chunks use these KV heads: accumulate in fp32

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.methods.base import AttentionMethod, LocalAttention
+from longspan.attn.methods.base import AttentionMethod
+from longspan.attn.methods.local import LocalAttention
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class Ulysses:
 
         # Attend on the local heads.
         if isinstance(self.inner, LocalAttention):
-            q_BShD, k_BTkD, v_BTkV = self.inner.to_kernel_layout(q_BShD, k_BTkD, v_BTkV)
-        del packed_SBW, q_SBW, k_TBW, v_TBW  # frees the received buffer if the kernel layout copied it
+            q_BShD, k_BTkD, v_BTkV = self.inner.own_inputs(q_BShD, k_BTkD, v_BTkV)
+        del packed_SBW, q_SBW, k_TBW, v_TBW  # frees the received buffer if `own_inputs` copied it
         out_BShV = self.inner(q_BShD, k_BTkD, v_BTkV, scores.of_heads(local.q_start, local.q_stop))
         del q_BShD, k_BTkD, v_BTkV  # autograd saves them, or a checkpoint frees them before the second all-to-all
 
