@@ -255,7 +255,7 @@ def with_flags(text: str) -> str:
 
 
 def with_lines(text: str) -> str:
-    """Return docs/read-the-code.md with the number of files of each trail, and of lines of the functions it names.
+    """Return docs/read-the-code.md with the lines of the functions that each trail names, in tens.
 
     Raises:
         KeyError: a file has no such function or class.
@@ -267,10 +267,9 @@ def with_lines(text: str) -> str:
         for path, names in steps:
             of_file = lines_of(ROOT / path)
             lines += sum(of_file[name] for name in re.findall(r"`([\w.]+)`", names))
-        files = len({path for path, _ in steps})
-        return f"{match[1]} ({files} files, {round(lines, -1)} lines)\n{match[2]}"
+        return f"{match[1]} ({round(lines, -1)} lines)\n{match[2]}"
 
-    trail = r"^(### \d+\. [^\n]*) \(\d+ files, \d+ lines\)\n(.*?)(?=^#|\Z)"
+    trail = r"^(### \d+\. [^\n]*) \(\d+ lines\)\n(.*?)(?=^#|\Z)"
     return re.sub(trail, counted, text, flags=re.MULTILINE | re.DOTALL)
 
 
