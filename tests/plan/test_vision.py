@@ -21,11 +21,10 @@ from longspan.core.memory import LONGEST, Memory
 from longspan.hf.model.vision import tower_blocks
 from longspan.plan import Job, ModelShape, ParallelConfig, cost, longest_context, read_hardware, read_model
 from longspan.plan.cost.times import model_flops
-from longspan.plan.cost.vision import shares, tower_flops
 from longspan.plan.from_model import shape_of
 from longspan.plan.job import CostContext
 from longspan.plan.names import MODELS
-from longspan.plan.tower import PictureShape, read_pictures
+from longspan.plan.tower import PictureShape, read_pictures, shares, tower_flops
 from tests.choose import confirming
 from tests.counting import count_sent
 from tests.hf.pictures import END, FAMILIES, GRIDS, IMAGE, START, VIDEO, Rows, batch, build, rows_for

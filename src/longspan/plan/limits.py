@@ -11,10 +11,10 @@ from longspan.core.heads import split_groups
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import settings_of
 from longspan.core.tile_sizes import even_span
-from longspan.plan.cost.vision import most_patches
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.job import CostContext, Job
 from longspan.plan.shape import LayerShape, ModelShape
+from longspan.plan.tower import most_patches
 
 GB = 1e9
 

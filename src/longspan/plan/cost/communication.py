@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint
 from longspan.plan.cost.saved import mlp_tiles
-from longspan.plan.cost.vision import vision_sent
 from longspan.plan.cost.weights import (
     ROWS,
+    block_weights_sent,
     cut_dim,
     gathers,
     layer_weights_sent,
@@ -35,6 +35,7 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Parameter, Sent
 from longspan.plan.shape import LayerShape
+from longspan.plan.tower import pictures_sent
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
     yield from _times((*input_recompute_sent(c), *outer_tensor_sent(c)), micro)
     for sent in outer_weights_sent(c):
         yield from _times([sent], sums if sums_gradients(sent) else micro * forwards)
-    for sent in vision_sent(c):
+    for sent in (*pictures_sent(c), *block_weights_sent(c)):
         yield from _times([sent], sums if sums_gradients(sent) else micro)
 
 

@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
 from longspan.plan.cost.peak_memory import Offloaded, fetched_bytes
 from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
-from longspan.plan.cost.vision import block_weights_sent, most_patches, tower_flops
-from longspan.plan.cost.weights import layer_weights_sent, shard_elements, sums_gradients_once, trained_elements
+from longspan.plan.cost.weights import (
+    block_weights_sent,
+    layer_weights_sent,
+    shard_elements,
+    sums_gradients_once,
+    trained_elements,
+)
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.attended_keys import RingSchedule
 from longspan.plan.layers.base import Sent
 from longspan.plan.shape import LayerShape, ModelShape
+from longspan.plan.tower import most_patches, tower_flops
 
 NORM_BYTES = 32
 """Memory traffic of a norm in eager torch, in bytes per feature: it computes in fp32, one operation at a time."""

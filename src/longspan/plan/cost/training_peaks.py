@@ -20,7 +20,6 @@ from longspan.plan.cost.saved import (
     recomputed_per_token,
     saved_in_a_step,
 )
-from longspan.plan.cost.vision import embedding_bytes, in_block_backward, pixel_bytes, saved_by_tower
 from longspan.plan.cost.weights import (
     always_gathered,
     gathered_bytes,
@@ -39,6 +38,7 @@ from longspan.plan.cost.weights import (
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Parameter, SavedActivations
 from longspan.plan.shape import LayerShape
+from longspan.plan.tower import held_by_tower, in_block_backward
 
 Peak = dict[str, int]
 """Bytes by item, at one time in a step; items at rest are added to all of them."""
@@ -61,7 +61,7 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
         for freed, items in phases
     ]
     peaks = [in_loss, in_head, *in_layers, *w.outside_layers(), *w.tower_backward()]
-    held = pixel_bytes(c) + embedding_bytes(c) + saved_by_tower(c)  # until the tower's backward, which is the last
+    held = held_by_tower(c)  # the tower's backward is the last
     return [{**peak, "vision": held + peak.get("vision", 0)} for peak in peaks]
 
 
@@ -191,7 +191,7 @@ class _Weights:
         block = sum(p.numel for p in tower.block)
         gradients = self.at_rest - self.of_tower + block * (c.b * gathers(c) + self.flat)
         gathered = (always_gathered(c.model) + 2 * block) * c.b * gathers(c)
-        yield {"gradients": gradients, "gathered_weights": self.casts + gathered, "vision": in_block_backward(c)}
+        yield {"gradients": gradients, "gathered_weights": self.casts + gathered, "vision": in_block_backward(tower, c)}
 
 
 def _trained(parameters: tuple[Parameter, ...]) -> int:

@@ -240,6 +240,20 @@ def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     return sent
 
 
+def block_weights_sent(c: CostContext) -> list[Sent]:
+    """Return FSDP's traffic for all blocks and pictures: weights gathered for forward and backward, fp32 gradients."""
+    tower, f, passes = c.model.tower, c.mesh.fsdp_ranks, len(c.job.pictures)
+    if tower is None or not passes or not c.job.weight_sharding or f == 1:
+        return []
+    shard = shard_elements(tower.block, f) * (f - 1)
+    gather = Sent("all_gather", "fsdp", "weights of a tower block", shard * c.b, tower.depth * passes, method=False)
+    if c.job.mode != "train":
+        return [gather]
+    # FSDP sums the gradients of both passes, of images and of video, and scatters them once.
+    scatter = Sent("reduce_scatter", "fsdp", "gradients of a tower block", shard * 4, tower.depth, method=False)
+    return [gather, gather, scatter]
+
+
 def sums_gradients(sent: Sent) -> bool:
     """Whether a collective sums gradients over the ranks."""
     return sent.axis in ("fsdp", "replicas") and (sent.op == "reduce_scatter" or "gradients" in sent.what)
