@@ -79,8 +79,8 @@ def _as_planned() -> None:
 
 
 def _of_layers(sent: list[Any]) -> Counter[tuple[str, int]]:
-    """Without the comparison of batches: one gather of six numbers from each rank."""
-    compared = Counter({("all_gather", 6 * 8 * (dist.get_world_size() - 1)): 1})
+    """Without the comparison of batches: one gather of four numbers from each rank."""
+    compared = Counter({("all_gather", 4 * 8 * (dist.get_world_size() - 1)): 1})
     return Counter((one.op, one.bytes) for one in sent) - compared
 
 

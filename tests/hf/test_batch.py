@@ -143,6 +143,7 @@ BAD_MARKS: list[tuple[dict[str, Any], str]] = [
     ({"cu_seq_lens_q": torch.tensor([0, 3, 6])}, r"documents of `cu_seq_lens_q` have 6 tokens together, .* has 7"),
     ({"cu_seq_lens_k": torch.tensor([0, 5, 3, 7])}, r"`cu_seq_lens_k` must rise from 0 .* got \[0, 5, 3, 7\]"),
     ({"cu_seq_lens_q": torch.tensor([1, 7])}, r"`cu_seq_lens_q` must rise from 0"),
+    ({"cu_seq_lens_q": [0, 7]}, r"`cu_seq_lens_q` must be a tensor, got \[0, 7\]"),
     (
         {"input_ids": _tokens(2), "cu_seq_lens_q": BORDERS},
         r"`cu_seq_lens_q` marks the documents of one row, the batch has 2; give document_ids",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.segments import Segments, cu_seqlens_segments, document_segments, padding_segments
+from longspan.comm.arguments import check_integers
 from longspan.core.errors import LongspanError
 
 ID_KEYS = ("document_ids", "seq_idx")
@@ -103,6 +104,7 @@ def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
         raise LongspanError(
             f"`{key}` marks the documents of one row, the batch has {tokens.shape[0]}; give document_ids [B, n]"
         )
+    check_integers(key, borders)
     sizes = [stop - start for start, stop in cu_seqlens_segments(borders, n, key)[0]]
     lengths = torch.tensor(sizes, device=tokens.device)
     return torch.arange(len(sizes), device=tokens.device).repeat_interleave(lengths)[None]
