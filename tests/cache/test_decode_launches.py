@@ -126,5 +126,5 @@ def test_the_host_does_not_read_values_in_each_forward() -> None:
         check.forward = compare.FIRST
         batch = {"input_ids": torch.empty(1, 1, dtype=torch.int64, device="cuda")}
         with mock.patch("longspan.comm.agree.gather_numbers", lambda mine, *_, **__: [mine] * 2):
-            check.compare(model, {**batch, "labels": batch["input_ids"]}, False, None)
+            check.compare(model, {**batch, "labels": batch["input_ids"]}, False, None, sp)
             assert seen == [] and not seen.launches
