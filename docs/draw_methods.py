@@ -18,7 +18,7 @@ import longspan
 from longspan.core.experts import ExpertLayout
 from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
-from longspan.elastic.schedule import SampleCosts, make_schedule
+from longspan.elastic.scheduler import SampleCosts, make_schedule
 from longspan.mixers.fragments import fragment_table
 from longspan.plan import Job, cost, read_hardware, read_model
 

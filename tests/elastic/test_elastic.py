@@ -14,7 +14,7 @@ import torch
 import longspan
 from longspan.core.errors import LongspanError
 from longspan.elastic.batches import ElasticStep, sample_of, samples_of_batch
-from longspan.elastic.schedule import Group
+from longspan.elastic.scheduler import Group
 from tests.models import HYBRIDS, Run, Truth, build, check_gradients, check_loss, gradients, ropes, sharding, truth_by
 from tests.pool import RankPool, on_ranks
 

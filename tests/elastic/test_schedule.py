@@ -13,7 +13,7 @@ from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import axes_of_width, widths_of
-from longspan.elastic.schedule import SampleCosts, Schedule, make_schedule
+from longspan.elastic.scheduler import SampleCosts, Schedule, make_schedule
 from longspan.plan import Job, ParallelConfig, read_hardware, read_model
 
 MODEL = read_model("llama-3.1-8b")

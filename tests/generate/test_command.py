@@ -243,7 +243,7 @@ def test_a_question_needs_no_text(chat: Path, tmp_path: Path, monkeypatch: pytes
         open_fitting_prompt(_asked(chat, question=None))
     with monkeypatch.context() as torchrun:
         torchrun.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"of another")))
-        torchrun.setattr("longspan.ranks.launch.under_torchrun", lambda: True)
+        torchrun.setattr("longspan.ranks.launch.is_started_rank", lambda: True)
         assert tokenizer.decode(open_fitting_prompt(_asked(chat)).ids) == asked
     with pytest.raises(LongspanError, match="--cache-dir saves .*before the question, and there is nothing"):
         open_fitting_prompt(_asked(chat, cache_dir=tmp_path / "kept"))

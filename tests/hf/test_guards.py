@@ -40,7 +40,7 @@ class _Outer(nn.Module):
 
 
 @contextlib.contextmanager
-def _as_under_torchrun() -> Iterator[None]:
+def _as_is_started_rank() -> Iterator[None]:
     """Set the environment from which accelerate learns the number of ranks, and reset its cached state."""
     from accelerate.state import AcceleratorState, PartialState
 
@@ -58,7 +58,7 @@ def _as_under_torchrun() -> Iterator[None]:
 def _accelerate(model: Any) -> Any:
     from accelerate import Accelerator
 
-    with _as_under_torchrun():
+    with _as_is_started_rank():
         return Accelerator(cpu=True).prepare(model)(**batch())
 
 
@@ -67,7 +67,7 @@ def _trainer(model: Any) -> Any:
 
     from transformers import Trainer, TrainingArguments
 
-    with tempfile.TemporaryDirectory() as folder, _as_under_torchrun():
+    with tempfile.TemporaryDirectory() as folder, _as_is_started_rank():
         arguments = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[])
         rows = [{key: x[0] for key, x in batch(rows=1).items()}] * 8
         Trainer(model, arguments, train_dataset=rows).train()
@@ -229,7 +229,7 @@ def test_supported_changes_keep_working(fsdp: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loader = torch.utils.data.DataLoader(range(4), batch_size=4)  # type: ignore[arg-type]
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with _as_under_torchrun():
+    with _as_is_started_rank():
         optimizer, loader, scheduler = Accelerator(cpu=True).prepare(optimizer, loader, scheduler)
         optimizer.zero_grad()
         compare(truth, model, whole, sp)

@@ -468,7 +468,7 @@ def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> No
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
-    assert model.longspan_state.memory.memory == Memory(tiled=True)
+    assert model.longspan_state.memory.options == Memory(tiled=True)
     plain = longspan.parallelize(build("Mixtral"), ONE_DEVICE).train()
     assert torch.allclose(loss, plain(**batch(), output_router_logits=True).loss)
 

@@ -387,7 +387,7 @@ def _options_of_replicas(room: float) -> Memory:
         _limit(patch, room)
         model = longspan.parallelize(_far("Qwen2_5_VL"), sp, fsdp=False, memory="auto").train()
         model(**batch("Qwen2_5_VL", LONG if sp.data_rank else SHORT)).loss.backward()
-    found: Memory = model.longspan_state.memory.memory
+    found: Memory = model.longspan_state.memory.options
     return found
 
 

@@ -107,7 +107,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _as_under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+def _as_is_started_rank(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     for name, value in {"RANK": 1, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
@@ -270,7 +270,7 @@ def test_an_error_of_a_rank_is_that_of_the_job(how: str, kind: type[Exception], 
 
 def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.check_started(4, "ulysses=4")
-    _as_under_torchrun(monkeypatch, 4)
+    _as_is_started_rank(monkeypatch, 4)
     launch.check_started(4, "ulysses=4")
     with pytest.raises(LongspanError, match=r"torchrun or srun started 4 processes, but ulysses=8 needs 8"):
         launch.check_started(8, "ulysses=8")
@@ -280,7 +280,7 @@ def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_one_rank_and_ranks_of_torchrun_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.launch(os.getpid, nproc=1) == os.getpid() and launch.is_first_rank()
-    _as_under_torchrun(monkeypatch, 4)
+    _as_is_started_rank(monkeypatch, 4)
     assert launch.launch(os.getpid, nproc=4) == os.getpid()
     assert not launch.is_first_rank()
     with pytest.raises(RankFailed, match=r"rank 1 of 4 called sys.exit\(0\) before the job was done"):
@@ -305,11 +305,11 @@ STEP = {
 
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_under_srun(monkeypatch, **STEP)
-    assert launch.under_torchrun() and not launch.is_first_local_rank()
+    assert launch.is_started_rank() and not launch.is_first_local_rank()
     assert read_job() == Job(9, 12, 1, 0)
     assert os.environ["LOCAL_RANK"] == "1"  # where other libraries look
     _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
-    assert launch.under_torchrun() and launch.is_first_rank()
+    assert launch.is_started_rank() and launch.is_first_rank()
     with pytest.raises(LongspanError, match="srun started 12 processes, but ulysses=8 needs 8; start 8, or"):
         launch.check_started(8, "ulysses=8")
     _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "12"})

@@ -26,9 +26,10 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Mask:
     """Query i attends to key j if all of these conditions hold; positions count from the start of the whole sequence.
 
-    To add an option, add a field here, extend `pairwise` and `segment_regions`, and name it in the `computes` of each
-    kernel that follows it; other kernels refuse it. `longspan.attention` accepts every field but the segments as a
-    keyword argument.
+    To add an option, add a field here and extend `pairwise`; if regions can describe it, extend `segment_regions` and
+    name it in `BY_REGIONS` (attn/kernels/base.py), else in the `computes` of each kernel that follows it: other kernels
+    refuse it. If it differs from row to row, extend `varies_by_row` and `row_groups`. `longspan.attention` accepts
+    every field but `segments`, `nodes` and `bidirectional` as a keyword argument.
 
     Attributes:
         causal: j <= i.

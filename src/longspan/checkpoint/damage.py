@@ -164,7 +164,7 @@ def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Check
         content: as in `read_verified`.
 
     Returns:
-        The checkpoint (None if there is none, or only the rest of a killed save), and what is wrong with newer ones.
+        The checkpoint (None if there is none, or only incomplete saves), and what is wrong with newer ones.
 
     Raises:
         LongspanError: on every rank, if all complete checkpoints are damaged.

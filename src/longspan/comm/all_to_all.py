@@ -232,9 +232,9 @@ def _pair_groups(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) ->
 class _Groups(NamedTuple):
     """How the heads of a tensor are cut."""
 
-    number: int  # of the groups of ranks that hold the same heads
-    ranks: int  # of a group
-    heads: int  # of a group
+    number: int  # groups of ranks that hold the same heads
+    ranks: int  # ranks of a group: copies of its heads
+    heads: int  # heads of a group
     first: int  # the first group's first head
     step: int  # heads from one group to the next
 
@@ -264,7 +264,7 @@ def copy_wide(into: Tensor, x: Tensor) -> None:
 
 
 def _alignment(x: Tensor) -> int:
-    """Return how many elements of a tensor can be viewed as one, or a divisor of 16 times as many."""
+    """Return a divisor of the storage offset, the last dim and all strides: so many elements can be viewed as one."""
     *strides, last = x.stride()
     return math.gcd(x.storage_offset(), x.shape[-1], *strides) if last == 1 else 1
 

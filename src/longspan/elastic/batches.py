@@ -6,7 +6,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The samples of a step become rounds (`longspan.elastic.schedule`). In each round a rank gets the row of its group, with
+The samples of a step become rounds (`longspan.elastic.scheduler`). In each round a rank gets the row of its group, with
 `sequence_width`, the number of ranks that share it, and `num_items_in_batch`, the labels of all rounds. So the losses
 of the rounds add to the mean over the labels of all samples, and their gradients to its gradient.
 """
@@ -30,7 +30,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
 from longspan.core.memory import FASTEST
 from longspan.core.validation import LARGEST_COUNT, check_number
-from longspan.elastic.schedule import Group, SampleCosts, Schedule, make_schedule
+from longspan.elastic.scheduler import Group, SampleCosts, Schedule, make_schedule
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_of, tokens_of
 from longspan.hf.batch.shard import IGNORE, WIDTH
 from longspan.hf.memory import hardware_of
@@ -313,7 +313,7 @@ def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.Pat
         context=1,
         dtype="fp32" if next(model.parameters()).dtype == torch.float32 else "bf16",
         weight_sharding=sp.fsdp_size > 1 and (state is None or state.gradients is None),
-        memory=FASTEST if state is None else state.memory.memory,
+        memory=FASTEST if state is None else state.memory.options,
         parallel=sp.parallel,
     )
     try:

@@ -157,7 +157,7 @@ def read_text(text: str | None, file: Path | None, flag: str, *, optional: bool 
     """Return `text` (the value of `flag`), or the text of a file or stdin; "" if an `optional` one is not given."""
     if text is not None:
         return text
-    if file is None and (launch.under_torchrun() or sys.stdin is None or sys.stdin.isatty()):
+    if file is None and (launch.is_started_rank() or sys.stdin is None or sys.stdin.isatty()):
         if optional:
             return ""
         raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in (not under torchrun)")

@@ -188,7 +188,7 @@ class MemoryManager(Stage):
     def set(self, memory: Memory, store: Store | None, why: str) -> None:
         """Change the memory options, between two steps; `cpu_offload` is FSDP's, and stays."""
         self.modules.check(memory)
-        self.memory, self.store, self.why = memory, store, why
+        self.options, self.store, self.why = memory, store, why
         self._install(memory)
         for tiled in (*self.mlps, *self.norms):
             tiled.on = memory.tiled
@@ -233,10 +233,10 @@ class MemoryManager(Stage):
     def check(self, call: ForwardCall) -> None:
         if not call.model.training:
             return
-        if self._checkpoints_by_itself and self.memory.checkpointing != "none":
+        if self._checkpoints_by_itself and self.options.checkpointing != "none":
             raise LongspanError(
                 f"gradient_checkpointing_enable() was called on a model that has memory.checkpointing="
-                f"{self.memory.checkpointing!r}: each layer would be checkpointed twice; call "
+                f"{self.options.checkpointing!r}: each layer would be checkpointed twice; call "
                 f"gradient_checkpointing_disable(), or parallelize with checkpointing='none'"
             )
         self._reserve(call)  # here because it may raise: errors of checks reach every rank
@@ -244,7 +244,7 @@ class MemoryManager(Stage):
     def before(self, call: ForwardCall) -> None:
         if call.model.training and self.auto is not None and self._set_for_batch(call, self.auto):
             on_every_rank(lambda: self._reserve(call), self.auto.sp.world_group)
-        if call.wants_router_loss and self.memory.tiled and not any(mlp.routers for mlp in self.mlps):
+        if call.wants_router_loss and self.options.tiled and not any(mlp.routers for mlp in self.mlps):
             raise LongspanError(
                 "output_router_logits=True needs the routers' logits of all tokens, and no router was found in the "
                 "experts that tiled=True runs tile by tile; use tiled=False, or output_router_logits=False"
@@ -285,7 +285,7 @@ class MemoryManager(Stage):
         heads = config.num_attention_heads if self.bindings else 0
         width = heads * (head_dim_of(config) or config.hidden_size // max(1, heads))
         attention = 0
-        if self.memory.checkpointing == "selective":
+        if self.options.checkpointing == "selective":
             attention = width * element + 4 * heads
         inputs, _ = layers_held(len(self.layers), self.groups.per_checkpoint)
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)

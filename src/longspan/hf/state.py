@@ -85,7 +85,7 @@ def explain(model: nn.Module) -> str:
     lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
     if state.experts is not None:
         lines.append(f"experts: over {state.experts.size} neighbouring ranks, tokens are sent to them")
-    lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
+    lines.append(f"memory: {state.memory.options.describe()} ({state.memory.why})")
     chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
     if state.attention.layers and not chosen:

@@ -1,6 +1,7 @@
-"""The seam of recurrent layers: what a mixer reads, and what it must return to be passed states; two mixers.
+"""The seam of recurrent layers: what a mixer reads, and what it must return to be passed states; the mixer
+of a model's own function.
 
-Shape suffixes: B batch, T tokens, H value heads (channels), K key dim, V value dim, N chunks, C tokens of a chunk.
+Shape suffixes: B batch, T tokens, H value heads (channels), K key dim, V value dim.
 """
 
 from __future__ import annotations

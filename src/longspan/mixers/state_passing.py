@@ -140,13 +140,13 @@ def _summary(
     empty = tokens.v.new_zeros(tokens.v.shape[0], H, K, V + columns, dtype=tokens.state_dtype)
     if locals_ is None:
         return torch.stack([empty] * table.slots)
-    summaries, heads = dict[tuple[int, int], Tensor](), dict[tuple[int, int], Tensor]()
+    summaries, firsts = dict[tuple[int, int], Tensor](), dict[tuple[int, int], Tensor]()
     for (rows, fragments), of_fragments in zip(table.groups, locals_, strict=True):
         for fragment, local in zip(fragments, of_fragments, strict=True):
             run = fragment.slot, rows.start
-            head = heads.setdefault(run, local.state)
+            first = firsts.setdefault(run, local.state)
             if fragment.last:
-                beside = local.transition if mixer.causal else head
+                beside = local.transition if mixer.causal else first
                 parts = [local.state, empty[rows, ..., V:] if beside is None else beside]
                 summaries[run] = torch.cat(parts, -1) if columns else local.state
     summary = table.stack_slots(summaries, empty)
@@ -228,8 +228,8 @@ def _gather_states(
     before, final = chain(summaries, table, step, first, table.mine[-1] + 1 if start_BHKV is None else None)
     after = None
     if not causal:
-        heads = [x[..., V:] if x.shape[-1] > V else x for x in summaries]
-        after = [x.to(dtype) for x in _later(heads, table)]
+        firsts = [x[..., V:] if x.shape[-1] > V else x for x in summaries]
+        after = [x.to(dtype) for x in _later(firsts, table)]
     return Incoming([before[run].to(dtype) for run in table.mine], after, final.to(dtype), link)
 
 
@@ -252,13 +252,13 @@ def chain(
     return before, state
 
 
-def _later(heads: Sequence[Tensor], table: FragmentTable) -> list[Tensor]:
-    """Return, for each of my runs, the sum of its last document's states in later runs."""
-    enters, passes, _ = table.masks(heads[0].device)
-    after = [torch.zeros_like(heads[0])]
-    for run in range(len(heads) - 1, 0, -1):
-        after.append(_where(enters[run], heads[run] + _where(passes[run], after[-1])))
-    return [after[len(heads) - 1 - run] for run in table.mine]
+def _later(firsts: Sequence[Tensor], table: FragmentTable) -> list[Tensor]:
+    """Return, for each of my runs, the sum of its last document's states in later runs, from each run's first state."""
+    enters, passes, _ = table.masks(firsts[0].device)
+    after = [torch.zeros_like(firsts[0])]
+    for run in range(len(firsts) - 1, 0, -1):
+        after.append(_where(enters[run], firsts[run] + _where(passes[run], after[-1])))
+    return [after[len(firsts) - 1 - run] for run in table.mine]
 
 
 def zero_of(*tensors: Tensor | None) -> Tensor | float:

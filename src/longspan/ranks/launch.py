@@ -114,7 +114,7 @@ class StopRequest:
 # --- who started this process
 
 
-def under_torchrun() -> bool:
+def is_started_rank() -> bool:
     """Return whether this process is a rank of a job: of torchrun, `srun` or `launch`."""
     return read_job() is not None
 
@@ -153,7 +153,7 @@ def run(config: Any, open_inputs: Callable[[Any], Any], work: Callable[[Callable
     ranks, mesh = config.parallel.ranks, str(config.parallel)
     check_started(ranks, mesh)
     opened = None
-    if not under_torchrun():
+    if not is_started_rank():
         check_processes(ranks, mesh)
         opened = open_inputs(config)
     return launch(run_rank, config, open_inputs, work, opened, nproc=ranks)
@@ -181,7 +181,7 @@ def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = G
         RankFailed: a rank died of anything else, ended early, or lost its heartbeat; the others have been ended.
         Stopped: a signal ended the job; `not_saved` says why its state could not be saved, if so.
     """
-    if under_torchrun():
+    if is_started_rank():
         check_started(nproc, f"a mesh of {nproc}")
         if nproc > 1 and is_first_rank():
             _print(f"waiting for {nproc} ranks")

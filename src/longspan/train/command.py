@@ -66,12 +66,12 @@ def run(argv: list[str]) -> int:
     settings = read(argv)
     ours = settings.ours
     launch.check_started(ours.parallel.ranks, str(ours.parallel))
-    if ours.max_restarts and (ours.parallel.ranks == 1 or launch.under_torchrun()):
+    if ours.max_restarts and (ours.parallel.ranks == 1 or launch.is_started_rank()):
         raise LongspanError(
             f"max_restarts: {ours.max_restarts} restarts ranks that this command starts, and it starts none; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
-    if ours.dry_run or not launch.under_torchrun():
+    if ours.dry_run or not launch.is_started_rank():
         if not ours.dry_run:
             check_processes(ours.parallel.ranks, str(ours.parallel))
         opened = _open(settings, on_rank=ours.parallel.ranks == 1)

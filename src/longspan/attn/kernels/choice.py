@@ -131,7 +131,7 @@ def as_kernel(kernel: AnyKernel) -> Kernel:
 
 
 def _choose(request: KernelRequest) -> tuple[Kernel, Choice]:
-    """Return the first candidate that computes this; "tiled", the last, computes everything."""
+    """Return the first candidate that computes this; "tiled", the last, computes every option of today."""
     passed_over: list[str] = []
     for kernel in candidates(request):
         why_not = _why_not(kernel, request)

@@ -52,7 +52,8 @@ class SequenceInfo:
     # Attention plans and tables of fragments, by kind of layer.
     prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    sharded = True  # with a cache, every rank may compute all of a few new tokens
+    # No field: False in a `CachedInfo` whose few new tokens every rank computes.
+    sharded = True
 
     @property
     def new(self) -> int:

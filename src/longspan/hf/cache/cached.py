@@ -18,9 +18,8 @@ from longspan.core.validation import format_value
 from longspan.hf.batch.documents import VisibleKeys, tokens_of
 from longspan.hf.batch.shard import WIDTH, SequenceInfo, check_cache_position, rotary_positions
 from longspan.hf.cache.kv_cache import CachedInfo, KnownTokens
-from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.logits import SelectedTokens
-from longspan.hf.forward.shard_batch import check_ids
+from longspan.hf.forward.shard_batch import check_ids, check_positions
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.pretrained import position_range
 from longspan.hf.model.vision import image_spans

@@ -94,20 +94,21 @@ def longspan_attention(
             f"the model through longspan.parallelize"
         )
     info = take_info(layer.name, more)
-    if not isinstance(attention_mask, MaskRequest):
+    request = attention_mask  # transformers passes on what `longspan_mask` returned
+    if not isinstance(request, MaskRequest):
         raise LongspanError(
-            f"layer {layer.name} uses a mask of its own ({type(attention_mask).__name__}), not one from the mask "
-            f"registry; {HELP}"
+            f"layer {layer.name} uses a mask of its own ({type(request).__name__}), not one from the mask registry; "
+            f"{HELP}"
         )
-    scores = _scores(layer, attention_mask, info, scaling, dropout, more)
+    scores = _scores(layer, request, info, scaling, dropout, more)
     latents = None if layer.latents is None else layer.latents.take()
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     if isinstance(info, CachedInfo):
         number = info.cache.take_updated_layer(module.layer_idx)  # type: ignore[arg-type]
-        out = _with_cache(layer, number, attention_mask, info, (q, k, v), scores, latents)
+        out = _with_cache(layer, number, request, info, (q, k, v), scores, latents)
         return _viewable(out), None
     try:
-        plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
+        plan = _plan(layer, request, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice

@@ -212,13 +212,3 @@ def _check_counted(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -
             f"layer {layer.longspan_layer.name} did not use its cache, so it would count this rank's tokens instead of "
             f"the whole sequence's; {HELP}"
         )
-
-
-def check_positions(limit: int | None, max_position: int) -> None:
-    """Raise for positions beyond a model's range, which is `position_range(model.config)`."""
-    if limit is not None and max_position >= limit:
-        raise LongspanError(
-            f"the batch has positions up to {max_position}, the model's range is {limit} (max_position_embeddings); "
-            f"shorten the context to {limit}, or give the config a RoPE scaling and a larger max_position_embeddings",
-            code="LS203",
-        )

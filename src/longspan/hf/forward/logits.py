@@ -27,7 +27,7 @@ def head_of(model: PreTrainedModel) -> Head | None:
     """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM)."""
     module = model.get_output_embeddings()
     parents = [m for m in model.modules() if any(child is module for child in m.children())]
-    # A BERT has a second bias next to its head, and does not read it: it is the head's, if the embeddings are tied.
+    # Only a bias that the forward reads counts: BERT's module around the head has one that it does not.
     adds_bias = any(isinstance(getattr(m, "bias", None), nn.Parameter) and reads(m, "bias") for m in parents)
     return None if module is None or adds_bias else Head(module)
 

@@ -16,7 +16,6 @@ from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.batch.documents import tokens_of
 from longspan.hf.batch.shard import cut_batch, fill_padding, read_batch
-from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import check_labels, problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.model.pretrained import position_range
@@ -154,3 +153,13 @@ def check_ids(model: PreTrainedModel, batch: Mapping[str, Any], traits: ModelTra
             )
     if isinstance(positions, Tensor) and positions.numel() and not traits.rotary and int(positions.min()) < 0:
         raise LongspanError(f"`position_ids` holds {int(positions.min())}, the model's learnt positions start at 0")
+
+
+def check_positions(limit: int | None, max_position: int) -> None:
+    """Raise for positions beyond a model's range, which is `position_range(model.config)`."""
+    if limit is not None and max_position >= limit:
+        raise LongspanError(
+            f"the batch has positions up to {max_position}, the model's range is {limit} (max_position_embeddings); "
+            f"shorten the context to {limit}, or give the config a RoPE scaling and a larger max_position_embeddings",
+            code="LS203",
+        )

@@ -2,12 +2,12 @@
 
 Each stage has one concern. Its hooks run in this order:
 
-    check    in list order; may raise; reads the whole batch, changes nothing, runs no collective
+    check    in list order; may raise; reads the whole batch, changes no input, runs no collective
              (all ranks compare their batches here; if any rank raised, all raise)
     before   in list order; cuts the batch, changes the inputs, may run collectives
              the model's own forward
     after    in reverse list order; changes the output
-    reset    drops what is stored for this forward; if the forward raised, before the next one
+    reset    drops what is stored for this forward, also if it raised
 """
 
 from __future__ import annotations

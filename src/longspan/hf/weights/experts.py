@@ -1,6 +1,6 @@
 """Shard the experts of a model over ranks: a token's row is sent to its expert's rank, computed there, and sent back.
 
-Experts belong to the tensor axis (`longspan.hf.tensor_parallel`), or to a group of neighbouring ranks of data x
+Experts belong to the tensor axis (`longspan.hf.forward.tensor`), or to a group of neighbouring ranks of data x
 sequence (`longspan.parallelize(..., experts=8)`). In the second case weights at rest are sharded exactly as FSDP2
 shards them without `experts`, so optimizers, clipping and checkpoints see no difference. What differs is the gather:
 instead of all experts, a rank gathers those that it computes, from the ranks at its place in the other groups.

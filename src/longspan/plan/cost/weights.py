@@ -274,9 +274,9 @@ def outer_weights_sent(c: CostContext) -> list[Sent]:
     f, train = c.mesh.fsdp_ranks, c.job.mode == "train"
     if c.mesh.ranks == 1:
         return []
-    # Six int64 that describe the batch: the hosts of all ranks compare them before anything else.
+    # Four int64 that describe the batch: the hosts of all ranks compare them before anything else.
     everyone = "fsdp" if f > 1 else "tensor"
-    sent = [Sent("all_gather", everyone, "batches compared", 6 * 8 * (c.mesh.ranks - 1), method=False)]
+    sent = [Sent("all_gather", everyone, "batches compared", 4 * 8 * (c.mesh.ranks - 1), method=False)]
     if f == 1:
         return sent
     if c.job.weight_sharding:
