@@ -6,12 +6,11 @@ diffusers and TRL are inspected, not imported: a model's class tells where it co
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from longspan.core.errors import require
@@ -58,25 +57,6 @@ def count_tokens_once(trainer: Any, times: int) -> None:
         return generated
 
     trainer._generate = counted
-
-
-@contextlib.contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
-    """Switch PEFT's adapters off within this context.
-
-    `PeftModel.disable_adapter` freezes their weights meanwhile, and FSDP asks once, at their first use, whether a
-    weight is trained.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 def harness_command_line() -> Any:
