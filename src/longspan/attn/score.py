@@ -67,11 +67,6 @@ class Scores:
     def kind(self) -> ScoreKind:
         return ScoreKind(self.softcap, self.sinks is not None, self.alibi is not None, self.bias is not None)
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether the score depends on positions."""
-        return self.kind.has_bias
-
     def scale_of(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 

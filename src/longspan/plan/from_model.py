@@ -438,7 +438,7 @@ def _tower(model: PreTrainedModel) -> Tower | None:
         for own, p in zip(_parameters(child), child.parameters(), strict=True):
             passed = passed or p in in_blocks
             if p not in in_blocks:
-                (after if passed or child is not _owner(core, blocks) else before).append(own)
+                (after if passed or blocks not in set(child.modules()) else before).append(own)
     norm = next(p for p in block if len(p.shape) == 1 and "norm" in p.name)
     width = norm.shape[0]
     ffn, gated = _widths([p for p in block if len(p.shape) == 2 and not _ATTENDS.search(p.name)], width)
@@ -467,11 +467,6 @@ def _tower(model: PreTrainedModel) -> Tower | None:
         before=tuple(before),
         after=tuple(after),
     )
-
-
-def _owner(core: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the child of `core` that contains a module."""
-    return next(child for child in core.children() if module in set(child.modules()))
 
 
 def _merge(config: Any, vision: Any) -> int:

@@ -57,9 +57,12 @@ def check_fits(model: ModelShape, job: Job, hardware: Hardware, chunk: int) -> N
 def does_not_fit(model: ModelShape, job: Job, hardware: Hardware, chunk: int) -> str | None:
     """Return why the prompt and its cache do not fit, in a few words; None if they do. Arguments as of `peak_items`."""
     problem = refusal(model, replace(job, mode="decode"))
-    if problem is not None:
-        return problem
-    total = sum(peak_items(model, job, hardware, chunk).values())
+    return problem or _short_of(model, job, hardware, peak_items(model, job, hardware, chunk))
+
+
+def _short_of(model: ModelShape, job: Job, hardware: Hardware, items: dict[str, int]) -> str | None:
+    """Return which memory is too small for these items and what is offloaded, in a few words; None if none is."""
+    total = sum(items.values())
     if total > hardware.memory_bytes:
         return f"{total / GB:.2f} of {hardware.memory_bytes / GB:.2f} GB per rank"
     stored = offloaded_bytes(CostContext(model, job), hardware)
@@ -82,8 +85,7 @@ def _check(model: ModelShape, job: Job, hardware: Hardware, items_of: Items, tok
         raise LongspanError(problem)
 
     def fits(job: Job) -> bool:
-        on_device = sum(items_of(job).values()) <= hardware.memory_bytes
-        return on_device and offloaded_bytes(CostContext(model, job), hardware).fits(hardware)
+        return _short_of(model, job, hardware, items_of(job)) is None
 
     if fits(job):
         return

@@ -71,7 +71,7 @@ class FlexBlock:
 
     def score_mod(self, scores: Scores) -> Any:
         """Return softcap and biases as FlexAttention's score function; None for neither."""
-        if scores.softcap is None and not scores.has_bias:
+        if scores.softcap is None and not scores.kind.has_bias:
             return None
         bias = None if scores.bias is None else _bias_from_head(scores.bias, scores.first_head, self.i)
         return _score_function(scores.softcap, scores.alibi, bias, self.i, self.j)

@@ -50,11 +50,6 @@ class Allocator:
         self.used -= nbytes
         self._add_hole(start, start + nbytes)
 
-    def size_for(self, nbytes: int) -> int:
-        """Return the size that surely has a range of `nbytes` at its end."""
-        tail = self._holes[-1][0] if self._holes and self._holes[-1][1] == self.size else self.size
-        return max(self.size, tail + self.rounded(nbytes))
-
     def grow(self, size: int) -> None:
         """Grow to `size` bytes; never shrink."""
         if size > self.size:

@@ -176,11 +176,7 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     accumulated = tiles > 1 and c.job.dtype != "fp32" and c.job.weight_sharding
     matrices = (p for p in computed(layer, c) if p.name.startswith("mlp.") and len(p.shape) > 1 and p.trained)
     sums = WEIGHT_SUM * sum(p.numel for p in matrices) // c.mesh.tensor if accumulated else 0
-    return _mlp_intermediates(layer, c) * rows + _norm_tile(rows, c) + _adapted_experts(layer, c), sums
-
-
-def _norm_tile(rows: int, c: CostContext) -> int:
-    return 3 * 4 * c.d * rows
+    return _mlp_intermediates(layer, c) * rows + 3 * 4 * c.d * rows + _adapted_experts(layer, c), sums
 
 
 # ---------------------------------------------------------------------------------------------------------------------

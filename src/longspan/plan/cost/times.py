@@ -81,7 +81,8 @@ def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> Laye
     # The backward of elementwise work, like that of a product, takes about twice its forward.
     matmul = products / matmul_speed(hardware, job) + moved
     attention = layer.mixing.max_flops(c) * _kernel_overhead(layer, job, hardware)
-    forward, backward = _attention_seconds(attention, _attended(layer, c), hardware, job)
+    mask = "causal" if layer.mixing.window is None else "window"
+    forward, backward = _attention_seconds(attention, (mask, layer.mixing.seen(job.context)), hardware, job)
     if job.mode == "decode":
         read = layer.active_params / c.mesh.tensor * c.b + layer.mixing.cache_bytes(c)
         return LayerSeconds(max(matmul + forward, read / hardware.memory_bandwidth), 0.0)
@@ -156,13 +157,11 @@ def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
     return 2 * NORM_BYTES * c.d + 6 * b * c.d + heads / c.mesh.tensor
 
 
-def _attended(layer: LayerShape, c: CostContext) -> tuple[str, float]:
-    """Return the kind of mask, and the most keys of a query."""
-    return "causal" if layer.mixing.window is None else "window", layer.mixing.seen(c.job.context)
-
-
 def _attention_seconds(flops: float, attended: tuple[str, float], hardware: Hardware, job: Job) -> tuple[float, float]:
-    """Return the seconds of the forward, and of the backward (2.5 times the FLOPs)."""
+    """Return the seconds of the forward, and of the backward (2.5 times the FLOPs).
+
+    `attended`: the kind of mask, and the most keys of a query.
+    """
     peak = matmul_speed(hardware, job) / hardware.matmul_efficiency
     of_forward, of_backward = hardware.attention_fractions(*attended)
     forward = flops / (hardware.attention_forward_flops or peak * of_forward)

@@ -122,8 +122,9 @@ class _Weights:
         # Bytes of the gradients of a vision tower, which come last.
         self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (c.on_host or self.earlier) else 0
         # Bytes of cast weights: from the host, a layer's fp32 shard before it is cast; from 4 bits, a matrix.
+        unpacked = max((p.numel for layer in layers for p in layer.parameters if p.packed), default=0)
         from_host = max(shard_bytes(layer.parameters, c.weight_ranks, 4, t) for layer in layers)
-        self.casts = from_host * c.on_host + max(_unpacked(layer.parameters) for layer in layers) * c.b
+        self.casts = from_host * c.on_host + unpacked * c.b
         # Bytes of the largest layer's gradients: in the compute dtype, with those of a tied head, which stay; flat in
         # fp32, if they are scattered; and their shard, unless earlier micro-batches have made it.
         largest = max(trained_elements_of(layer, c) for layer in layers) // t
@@ -196,11 +197,6 @@ class _Weights:
 
 def _trained(parameters: tuple[Parameter, ...]) -> int:
     return sum(p.numel for p in trained(parameters))
-
-
-def _unpacked(parameters: tuple[Parameter, ...]) -> int:
-    """Return the elements of the largest packed weight, which a product unpacks; 0 for none."""
-    return max((p.numel for p in parameters if p.packed), default=0)
 
 
 def _recomputed_all_to_all(layer: LayerShape, c: CostContext) -> int:

@@ -46,8 +46,7 @@ def _heads_of_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int
 
     def chunk_of(shard: HeadShard, at: int, count: int) -> ChunkHeads:
         # Chunks that share KV heads: these are sent with the first, and their gradients with the last.
-        kv = shard.kv_heads
-        return ChunkHeads(shard.q_heads, kv if at == 0 else 0, kv if at == count - 1 else 0)
+        return ChunkHeads(shard.q_heads, shard.kv_heads * (at == 0), shard.kv_heads * (at == count - 1))
 
     return tuple(
         tuple(chunk_of(piece[rank], at, len(run)) for run in cut for at, piece in enumerate(run))
@@ -115,11 +114,6 @@ def _row_bytes(chunks: tuple[ChunkHeads, ...], d: int, dv: int) -> tuple[int, in
     )
 
 
-def _block_elements(layer: Softmax, c: CostContext, kv_heads: int) -> int:
-    """Return the elements of a KV block, which is one P2P message of a ring."""
-    return c.tokens * c.mesh.ulysses * kv_heads * (layer.head_dim + layer.v_head_dim)
-
-
 def _ring(layer: Softmax, c: CostContext, kv_heads: int) -> list[Sent]:
     """Return KV blocks, sent on as far as the mask needs them (Liu et al. 2023, arXiv:2310.01889), and gradients.
 
@@ -128,7 +122,7 @@ def _ring(layer: Softmax, c: CostContext, kv_heads: int) -> list[Sent]:
     r = c.mesh.ring
     if r == 1:
         return []
-    elements = _block_elements(layer, c, kv_heads)
+    elements = c.tokens * c.mesh.ulysses * kv_heads * (layer.head_dim + layer.v_head_dim)  # of a KV block, one message
     block, gradient = elements * c.b, elements * 4
     forwards, backwards = c.job.attention_passes
     routes = layer.ring_schedule(c).routes
