@@ -371,12 +371,12 @@ def test_auto_counts_pictures(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = longspan.parallelize(_far(family), ONE_DEVICE, memory="auto").train()
     model(**batch(family, SHORT)).loss.backward()
     state = model.longspan_state.memory
-    assert state.memory == Memory()
+    assert state.options == Memory()
     model.zero_grad()
     runs = []
     model.model.visual.blocks[0].norm1.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     model(**whole).loss.backward()
-    assert state.memory.checkpointing != "none" and len(runs) == 2 and "does not fit" in longspan.explain(model)
+    assert state.options.checkpointing != "none" and len(runs) == 2 and "does not fit" in longspan.explain(model)
     for name, grad in gradients(model).items():
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
 
