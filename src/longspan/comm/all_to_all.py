@@ -287,7 +287,7 @@ def _unpack(recv: Tensor, spans: HeadSpans, outs_BLHD: list[Tensor]) -> list[Ten
     """Mirror `_pack` into `outs_BLHD`: the parts of a replicated head are summed, in fp32 or wider."""
     groups = _pair_groups(recv, spans, outs_BLHD)
     if groups is not None:
-        for part_GRLBhD, out_GLBhD in groups:  # the sum is in fp32 inside
+        for part_GRLBhD, out_GLBhD in groups:  # torch sums half precision in fp32 and rounds once
             copy_wide(out_GLBhD, part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1))
         return outs_BLHD
     wide = torch.promote_types(recv.dtype, torch.float32)

@@ -86,7 +86,7 @@ MODALITIES = ("image", "video")
 class AutoMemory:
     """Choose memory options by the planner.
 
-    `largest`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
+    `most_tokens`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AutoMemory:
         style: TensorStyle,
         experts: Experts = 1,
     ) -> None:
-        self.sp, self.largest, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
+        self.sp, self.most_tokens, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
         self.replicas_differ = sp.data_size > 1
         self.shape = shape_of_model(model)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
@@ -137,9 +137,9 @@ class AutoMemory:
             encoded = [
                 max(numbers) for numbers in zip(*(of_pictures for _, _, _, *of_pictures in batches), strict=True)
             ]
-        largest = [max(pair) for pair in zip(encoded, self.patches, strict=True)]
-        if length * rows <= self.largest:
-            if largest == self.patches:
+        most_patches = [max(pair) for pair in zip(encoded, self.patches, strict=True)]
+        if length * rows <= self.most_tokens:
+            if most_patches == self.patches:
                 return None
             length, rows = self.size  # the options must still fit it
         if self.hardware is None:
@@ -148,10 +148,14 @@ class AutoMemory:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(sp.device, float(least))
         job = dataclasses.replace(
-            self.job, context=length, batch=rows * sp.data_size, documents=documents, pictures=self._pictures(largest)
+            self.job,
+            context=length,
+            batch=rows * sp.data_size,
+            documents=documents,
+            pictures=self._pictures(most_patches),
         )
         chosen = choose_memory(self.shape, job, self.hardware, fixed_options(self.shape, fixed))
-        self.largest, self.size, self.patches = length * rows, (length, rows), largest
+        self.most_tokens, self.size, self.patches = length * rows, (length, rows), most_patches
         return chosen
 
     def _pictures(self, patches: list[int]) -> tuple[PictureShape, ...]:
@@ -167,7 +171,7 @@ class AutoMemory:
 
 
 class MemoryManager(Stage):
-    """Apply memory options to a model, its attention layers bound, before FSDP, and change them between steps.
+    """Apply memory options to a model, its attention layers bound, before FSDP, and change them before a forward.
 
     Saved activations are offloaded to `store`; None: they stay on the device. `auto` chooses options for each batch
     larger than all before; None: they stay.

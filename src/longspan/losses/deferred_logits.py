@@ -150,7 +150,7 @@ register_tree(
 
 
 class _Identity(torch.autograd.Function):
-    """Return the same values, but not a view: FSDP puts a hook on a module's output, which a view could lose."""
+    """Return the same values in a tensor that autograd knows as no view: FSDP's hook on an output could be lost."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ all-gathered, each rank combines those before its own in order, and finishes its
 all-gather is one reduce-scatter. Every rank's output depends on the gathered summaries, if only by a zero: a rank
 whose backward skipped that collective would leave the others waiting. LASP-2 (arXiv:2502.07563) is the case M = 1.
 
+A run is a contiguous part of the sequence on one rank (a zigzag rank has two), a slot its number on the rank, and a
+fragment the part of a document in a run.
+
 Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, J slots (runs of a rank), W = V + columns of M.
 """
 

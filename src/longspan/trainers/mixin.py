@@ -33,7 +33,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan import checkpoint as checkpoints
-from longspan.checkpoint.folder import begin
+from longspan.checkpoint.folder import begin, checkpoints_in
 from longspan.comm.agree import error_text
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
@@ -511,10 +511,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         torch.set_rng_state(of_torch)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
+        """As the base class; `resume_from_checkpoint=True` resumes from the newest undamaged checkpoint."""
         run = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_checkpoint(run) or True
+            # Without any folder of a checkpoint the base class raises; with incomplete ones alone it starts anew.
+            resume_from_checkpoint = newest_checkpoint(run) or not checkpoints_in(run)
         try:
             with checkpoints.locked(run):
                 trained = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -59,6 +59,10 @@ BY_SCORES = CHANGES_EACH_SCORE | {"sinks"}
 """The options that change scores, or the sum of their exponentials."""
 
 
+def _is_given(value: Any, default: Any) -> bool:
+    return value is not default and (isinstance(value, Tensor) or value != default)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelRequest:
     """What a kernel is asked to compute; the same on every rank."""
@@ -80,7 +84,7 @@ class KernelRequest:
             option
             for kind, own in (("mask", self.mask), ("scores", self.scores))
             for name, default, option in OPTIONS[kind]
-            if getattr(own, name) is not default
+            if _is_given(getattr(own, name), default)
         ]
         if self.mask.window is not None and not self.mask.causal:
             names.append("a window to both sides")

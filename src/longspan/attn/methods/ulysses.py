@@ -35,8 +35,7 @@ class Ulysses:
     group: dist.ProcessGroup  # the ranks that share the block, each with L tokens
     shards: tuple[HeadShard, ...]  # the heads of each rank
     inner: AttentionMethod  # attention of all tokens of the block on the local heads
-    # Real queries and real keys, without padding, that `inner` computes; None in a ring, whose blocks keep their
-    # padding.
+    # Numbers of queries and of keys without padding, for `inner`; None in a ring, whose blocks keep their padding.
     trim_to: tuple[int, int] | None = None
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, scores: Scores) -> Tensor:

@@ -114,7 +114,9 @@ class GlobalLoss:
     def __init__(self, sp: SequenceSharding) -> None:
         self.sp = sp
         self.computed = 0  # losses so far; a trainer reads whether a forward added one
-        self.share = torch.ones(())  # counted tokens of the last loss, over the number by which it was divided
+        self.share = torch.ones(
+            ()
+        )  # the last loss's label tokens / its divisor; 1 without accumulation and elastic batches
 
     def of_tokens(
         self,

@@ -257,8 +257,8 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     spans = split_by_cost(units.patches, sp.size)  # the units of each rank
     ends = [0, *itertools.accumulate(units.rows)]
     rows_of_ranks = [(ends[start], ends[stop]) for start, stop in spans]  # and their embeddings
-    placeholders = [_numbers_of(pictures.numbers_Bn, None if whole else sp, rank) for rank in range(sp.size)]
-    needed = [x.unique() for x in placeholders]  # a beam needs the same as the others
+    numbers_of_ranks = [_numbers_of(pictures.numbers_Bn, None if whole else sp, rank) for rank in range(sp.size)]
+    needed = [x.unique() for x in numbers_of_ranks]  # a beam needs the same as the others
     first, last = rows_of_ranks[rank]
     sent = [x[(x >= first) & (x < last)] - first for x in needed]  # to each rank: which of my embeddings
     mine = needed[rank]
@@ -274,8 +274,8 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     if sp.size > 1:
         assert sp.group is not None
         rows = all_to_all_rows(rows, [len(x) for x in sent], received, group_name(sp.group))
-    if not torch.equal(mine, placeholders[rank]):  # repeated, or in another order
-        rows = rows[torch.bucketize(placeholders[rank], mine).to(rows.device)]
+    if not torch.equal(mine, numbers_of_ranks[rank]):  # repeated, or in another order
+        rows = rows[torch.bucketize(numbers_of_ranks[rank], mine).to(rows.device)]
     return with_rows(output, rows)
 
 
