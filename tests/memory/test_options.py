@@ -430,15 +430,15 @@ def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatc
     model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
     assert "attention: chosen at the first forward" in longspan.explain(model)
     model(**batch()).loss.backward()
-    memory_options = model.longspan_state.memory
-    assert memory_options.memory == FASTEST
+    manager = model.longspan_state.memory
+    assert manager.options == FASTEST
     model.zero_grad()
     model(**long).loss.backward()
-    assert memory_options.memory != FASTEST
+    assert manager.options != FASTEST
     for name, grad in gradients(model).items():
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
     text = longspan.explain(model)
-    assert memory_options.memory.describe() in text and "does not fit" in text and "attention of " in text
+    assert manager.options.describe() in text and "does not fit" in text and "attention of " in text
     with pytest.raises(LongspanError, match=r"do not fit on one rank.*Item by item"):
         model(**batch(rows=4, n=120000))
 
@@ -450,8 +450,8 @@ def _options_by_step(sizes: list[tuple[int, int]]) -> list[Memory]:
     for lengths in sizes:
         model(**batch(rows=1, n=lengths[sp.data_rank])).loss.backward()
         state = model.longspan_state.memory
-        options.append(state.memory)
-        assert state.auto.largest == max(map(max, sizes[: len(options)]))
+        options.append(state.options)
+        assert state.auto.most_tokens == max(map(max, sizes[: len(options)]))
     return options
 
 
