@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -122,6 +122,7 @@ drawn = st.builds(
 def test_exact_for_drawn_shapes(get_pool: Any, case: Case, mesh: tuple[int, int, str], docs: Any) -> None:
     rows = docs.draw(st.none() | st.lists(st.lists(st.integers(0, case.n), max_size=4), min_size=1, max_size=2))
     ids = None if rows is None else tuple(tuple(sum(i >= c for c in row) - 1 for i in range(case.n)) for row in rows)
+    assume(ids is None or max(map(max, ids)) >= 0)  # of padding alone the oracle has no gradient
     causal = case.decay != "none" or case.beta or docs.draw(st.booleans())
     case = dataclasses.replace(case, documents=ids, causal=causal)
     check(get_pool(mesh[0]), [case], mesh[1], mesh[2] or "auto")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import longspan
@@ -71,6 +71,7 @@ def test_equal_to_one_device(
     get_pool: Any, n: int, kernel: int, mesh: tuple[int, int, str], cuts: list[list[int]]
 ) -> None:
     ids = tuple(tuple(sum(i >= c for c in row) - (len(row) > 2) for i in range(n)) for row in cuts)
+    assume(max(map(max, ids)) >= 0)  # of padding alone the oracle has no gradient
     world, ring, layout = mesh
     expected = _one_device(n, kernel, ids)
     for found in get_pool(world).run(_sharded, n, kernel, ids, ring, layout):
