@@ -50,7 +50,7 @@ from typing import Any
 START_LIMIT_S = 240.0
 """Seconds in which all ranks must import torch and rendezvous; 8 ranks may share 2 cores."""
 
-GRACE_S = 5.0
+GRACE_S = 2.0
 """Seconds that the other ranks may continue after one has failed; they most likely wait for it in a collective."""
 
 MAX_THREADS = 64

@@ -255,7 +255,7 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "first", "mesh"),
-    [("plain", {"ulysses": 2}, {"data": 2, "tensor": 2}), ("lora", {"tensor": 2}, {"ring": 2})],
+    [("plain", {"ulysses": 2}, {"data": 2, "tensor": 2}), *confirming([("lora", {"tensor": 2}, {"ring": 2})])],
     ids=str,
 )
 def test_a_run_resumes_on_another_mesh(

@@ -2,8 +2,8 @@
 
 Jacobs et al. 2023, "DeepSpeed-Ulysses", arXiv:2309.14509. A forward is two all-to-alls: one sends q, k and v packed,
 the other the output; of N tokens over P ranks each rank sends b*N*D*(2H + 2K)/P * (P-1)/P bytes (b bytes per element,
-batch 1, D = V). In USP (Fang & Zhao 2024, arXiv:2405.07719)
-the tokens are those of one ring block, and the inner method receives the other blocks.
+batch 1, D = V); with K < P a KV head goes to several ranks. In USP (Fang & Zhao 2024, arXiv:2405.07719) the tokens are
+those of one ring block, and the inner method receives the other blocks.
 
 Shape suffixes: B batch, L local tokens, S tokens of the block (the sequence if there is no ring), T keys of the block,
 H query heads, K KV heads, h and k those of this rank, D head_dim of q and k, V of v, W packed row.

@@ -244,7 +244,7 @@ class HeldBackLabels(Stage):
                 # Rounds of an elastic batch share its router loss by their labels, so that it counts once.
                 share = self.losses.share if call.info.elastic else 1
                 losses["loss"] = losses["loss"] + share * call.model.router_aux_loss_coef * call.router_loss
-            if self.items is not None and call.options.replicas > 1:
+            if self.items is not None and call.options.replicas > 1:  # by which the trainer will multiply it
                 losses["loss"] = losses["loss"] / call.options.replicas
         if losses:
             output = type(output)(**{**output, **losses})  # a new output: the order of its entries counts
