@@ -209,8 +209,11 @@ def error_text(error: Exception) -> str:
 # Numbers and objects.
 
 
-def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, *, wait: bool = True) -> list[list[int]]:
-    """Gather the int64 numbers of every rank, in group order; each rank has equally many."""
+def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, *, wait: bool = False) -> list[list[int]]:
+    """Gather the int64 numbers of every rank, in group order; each rank has equally many.
+
+    `wait` for gloo's release, if the script may end after this.
+    """
     gathered, sent = _gather(lambda device: torch.tensor(mine, dtype=torch.int64, device=device), group)
     if wait:
         _wait_for_release(sent)

@@ -57,20 +57,11 @@ class BatchCheck:
         `batch` is whole; `router`: whether the router loss is requested; `sharing`: the sharding of the ranks that
         share this rank's batch.
         """
-        if self.left != 0:
-            self._compare(model, batch, router, problem, sharing)
-        elif problem is not None:
-            raise problem
-        self.replicas.compare(model, self.sp)
-
-    def _compare(
-        self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        router: bool,
-        problem: Exception | None,
-        sharing: SequenceSharding,
-    ) -> None:
+        if self.left == 0:
+            if problem is not None:
+                raise problem
+            self.replicas.compare(model, self.sp)
+            return
         # The host must not wait for a GPU.
         values = {_VALUES: str(_digest(batch))} if self.thorough or is_on_cpu(batch) else {}
         shared = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
@@ -88,6 +79,7 @@ class BatchCheck:
         self.forward += 1
         if self.left:
             self.left -= 1
+        self.replicas.compare(model, self.sp)
 
     def _batches_differ(self, every: list[dict[str, str]], ranks: list[int]) -> LongspanError:
         odd = odd_ones([json.dumps(each, sort_keys=True) for each in every])

@@ -183,8 +183,7 @@ def _plan(
 ) -> AttentionPlan:
     """Return the attention plan of this batch for layers of this kind, prepared by the first of them."""
     key = request, shapes, scores.kind
-    compiling = torch.compiler.is_compiling()  # a compiler would treat the content of `prepared` as constants
-    plan = None if compiling else info.prepared.get(key)
+    plan = info.prepared.get(key)
     if plan is None:
         memory = layer.memory
         plan = prepare(
@@ -197,8 +196,7 @@ def _plan(
             recompute_all_to_all=memory.recompute_all_to_all,
             head_chunks=memory.head_chunks,
         )
-        if not compiling:
-            info.prepared[key] = plan
+        info.prepared[key] = plan
     return plan
 
 
