@@ -225,7 +225,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None or group.size() == 1:
         return [value]
     data = pickle.dumps(value)
-    lengths = [length for (length,) in gather_numbers([len(data)], group)]
+    lengths = [length for (length,) in gather_numbers([len(data)], group, wait=True)]
     padded = bytearray(data.ljust(max(lengths)))
     gathered, sent = _gather(lambda device: torch.frombuffer(padded, dtype=torch.uint8).to(device), group)
     _wait_for_release(sent)
