@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.tensor import Rule, Shards, TensorGroup
+from longspan.comm.tensor import Parts, Rule, Shards, TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout
@@ -60,10 +60,9 @@ class TensorParallel(Stage):
             layout = ExpertLayout(experts.num_experts, self.group.size, self.group.size)
             start, stop = even_span(layout.experts, self.group.rank, self.group.size)
             ExpertParallel(experts, self.group, layout, stop - start)
-        for path, weights in rules.norms.items():
-            norm = model.get_submodule(path)
-            width = next(norm.parameters()).numel()
-            self._normalize_all_heads(norm, torch.tensor(weights, device=sp.device), width)
+        for path, parts in rules.norms.items():
+            weights = torch.tensor(_weights(parts, self.group.rank), device=sp.device)
+            self._normalize_all_heads(model.get_submodule(path), weights, parts.length)
         for path in rules.fused:
             layer: Any = model.get_submodule(path)  # it splits the output of its fused projection by these
             layer.config, heads = copy.copy(layer.config), rules.heads[self.group.rank]
@@ -243,3 +242,10 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> 
 
 def _with_first(output: Any, change: Any) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def _weights(parts: Parts, rank: int) -> list[float]:
+    """Return for each entry of this rank: 1 over the number of ranks that hold it."""
+    spans = [span for spans in parts.spans for span in spans]
+    mine = [entry for start, stop in parts.spans[rank] for entry in range(start, stop)]
+    return [1 / sum(start <= entry < stop for start, stop in spans) for entry in mine]
