@@ -37,7 +37,7 @@ MEMORY_OPTIONS = {  # the name of the method after "longspan"
     "checkpointing=selective": Memory(checkpointing="selective"),
     "checkpointing=full": Memory(checkpointing="full"),
     "tiled": Memory(tiled=True),
-    "head_chunks=0": Memory(head_chunks=0),
+    "head_slices=0": Memory(head_slices=0),
     "checkpointing=grouped": Memory(checkpointing="grouped"),
     "longest": LONGEST,
     "few": dataclasses.replace(LONGEST, checkpointing="grouped"),

@@ -48,9 +48,9 @@ OPTIONS = {
     "offload to the host": Memory(checkpointing="full", offload="host"),
     "selective, offload to the host": Memory(checkpointing="selective", offload="host"),
     "tiled": Memory(tiled=True),
-    "head_chunks=2": Memory(head_chunks=2),
+    "head_slices=2": Memory(head_slices=2),
     "longest": LONGEST,
-    "several": Memory(checkpointing="selective", head_chunks=2, tiled=True, offload="host"),
+    "several": Memory(checkpointing="selective", head_slices=2, tiled=True, offload="host"),
 }
 
 

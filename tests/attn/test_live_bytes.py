@@ -28,6 +28,7 @@ from longspan.memory.offload.store import Store
 from longspan.plan import CATALOGUE, Job
 from longspan.plan.cost.peak_memory import mixing_peak, offloaded_bytes
 from longspan.plan.cost.training_peaks import training_peaks
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
 from tests.choose import each_value
@@ -173,7 +174,6 @@ MESHES = [{}, {"ulysses": 8}, {"ring": 2}, {"ring": 8}, {"ring": 4, "ulysses": 2
 WAYS: dict[str, tuple[Memory, dict[str, Any]]] = {
     "saved": (Memory(), {}),
     "recomputed": (Memory(checkpointing="selective"), {"recompute_all_to_all": True}),
-    "in two chunks": (Memory(head_chunks=2), {"head_chunks": 2}),
 }
 
 
@@ -256,7 +256,8 @@ OPTIONS = {
     "tiled": Memory(tiled=True),
     "longest": LONGEST,
     "grouped": dataclasses.replace(LONGEST, checkpointing="grouped"),
-    "a chunk per KV head": dataclasses.replace(LONGEST, head_chunks=0),
+    "longest in one slice": dataclasses.replace(LONGEST, head_slices=1),
+    "slices": Memory(head_slices=0),
 }
 PER_RANK = 16_384
 WEIGHTS = {"weights", "optimizer", "gradients", "gathered_weights"}  # items that are not counted here
@@ -269,6 +270,19 @@ def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
     job = Job(context=PER_RANK * math.prod(mesh.values()), dtype="bf16", memory=OPTIONS[option])
     planned = _planned_step(CostContext(MODEL, job.on(**mesh)))
     assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option], PER_RANK).peak, rel=0.035)
+
+
+@pytest.mark.parametrize(
+    ("slices", "mesh"), each_value([0, 2], [{}, {"ulysses": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}])
+)
+def test_planned_bytes_of_slices_of_heads(slices: int, mesh: dict[str, int]) -> None:
+    """With a vocabulary whose logits are fewer than what attention holds."""
+    memory, changes = dataclasses.replace(LONGEST, head_slices=slices), {"vocab_size": 64}
+    model = shape_from_config({"model_type": "llama", **CONFIG, **changes}, "test")
+    c = CostContext(model, Job(context=PER_RANK * math.prod(mesh.values()), dtype="bf16", memory=memory).on(**mesh))
+    with mock.patch.dict(CONFIG, changes):
+        used = bytes_of_a_step(mesh, memory, PER_RANK).peak
+    assert _planned_step(c) == pytest.approx(used, rel=0.05)
 
 
 OFFLOADED = {

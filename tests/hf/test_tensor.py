@@ -36,7 +36,7 @@ pytestmark = pytest.mark.versions
 
 EIGHT = {"num_attention_heads": 8}
 BIASED = {**EIGHT, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
-SAVING = Memory(head_chunks=2)
+SAVING = Memory(checkpointing="selective")
 SP: dict[str, Any] = {"tensor_style": "megatron-sp"}
 ON_4: list[Case] = [({"tensor": 4}, {**SP, "fsdp": False}), ({"tensor": 2, "ring": 2}, {"memory": SAVING})]
 

@@ -48,10 +48,10 @@ MEMORY_OPTIONS: dict[str, Memory] = {
     "tiled": Memory(tiled=True),
     "selective": Memory(checkpointing="selective"),
     "grouped": Memory(checkpointing="grouped"),
-    "head_chunks": Memory(head_chunks=0),
+    "head_slices": Memory(head_slices=0),
     "longest": LONGEST,
     "offload": Memory(checkpointing="full", offload="host"),
-    "all": Memory(checkpointing="selective", head_chunks=2, tiled=True, offload="host"),
+    "all": Memory(checkpointing="selective", head_slices=0, tiled=True, offload="host"),
 }
 
 
@@ -135,7 +135,7 @@ def test_layers_that_share_a_saved_input(pool2: RankPool) -> None:
     options = [
         Memory(checkpointing="grouped"),
         Memory(checkpointing="grouped", tiled=True),
-        Memory(checkpointing="grouped", offload="host", head_chunks=0),
+        Memory(checkpointing="grouped", offload="host", head_slices=0),
     ]
     cases = [(memory, 1 + i % 2, i < 2) for i, memory in enumerate(options)]
     pool2.run(_groups, truth_of(_deep(), _inputs("Qwen3")), cases)
@@ -181,7 +181,7 @@ def test_a_layer_whose_input_was_changed_starts_a_group(monkeypatch: pytest.Monk
 
 def _on_ranks_without_heads(truth: Truth) -> None:
     _prepare()
-    memory = Memory(checkpointing="selective", head_chunks=0, tiled=True, offload="host")
+    memory = Memory(checkpointing="selective", head_slices=0, tiled=True, offload="host")
     sp = sharding()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of idle ranks
@@ -387,7 +387,6 @@ def test_conflicting_memory_options() -> None:
         Memory(tiled=2)  # type: ignore[arg-type]
     with pytest.raises(LongspanError, match=r"memory='least' is unknown; choose fastest, longest or auto"):
         longspan.parallelize(build("Llama"), ONE_DEVICE, memory="least")  # type: ignore[arg-type]
-    assert Memory(head_chunks=0).recompute_all_to_all and not LONGEST.recompute_all_to_all
 
 
 def test_unsupported_memory_options_of_a_model() -> None:

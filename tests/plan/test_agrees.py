@@ -38,7 +38,7 @@ FILES: dict[str, dict[str, Any]] = {
     "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8},
 }  # fmt: skip
 CONFIGS = {name: model["config"] for name, model in MODELS.items() if "vision_config" not in model["config"]}
-CHEAP = ("--memory checkpointing=full", "--memory longest", "--memory longest,checkpointing=grouped,head_chunks=0")
+CHEAP = ("--memory checkpointing=full", "--memory longest", "--memory longest,checkpointing=grouped,head_slices=0")
 
 Run = Callable[..., tuple[int, str, str]]
 

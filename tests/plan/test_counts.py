@@ -19,7 +19,7 @@ from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
 from longspan.core.heads import split_head_chunks, split_heads
 from longspan.core.layout import Layout
-from longspan.core.memory import Memory
+from longspan.core.memory import LONGEST, Memory
 from longspan.core.parallel import TensorStyle
 from longspan.core.routes import ring_routes
 from longspan.memory.tiles import Tiled
@@ -154,7 +154,7 @@ def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any) -> None
 def test_an_exchange_in_chunks_sends_what_is_planned(mesh: ParallelConfig, chunks: int) -> None:
     """Chunks that divide a rank's KV groups and that do not, and chunks of the queries of one KV head.
 
-    Chunks in which a rank has nothing to send are in tests/attn/test_head_chunks.py: torch's fake group refuses them.
+    Chunks in which a rank has nothing to send are in tests/attn/test_head_slices.py: torch's fake group refuses them.
     """
     shapes = ((16, 8, 4, 4), (14, 7, 4, 6), (12, 6, 4, 4), (24, 3, 4, 4), (16, 2, 4, 6))
     cut = {shape: split_head_chunks(split_heads(*shape[:2], mesh.ulysses), 1, chunks) for shape in shapes}
@@ -287,13 +287,16 @@ CASES = [
     (
         ParallelConfig(ring=2, ulysses=2),
         {"num_hidden_layers": 4},
-        {"memory": Memory(checkpointing="grouped", head_chunks=0)},
+        {"memory": Memory(checkpointing="grouped", head_slices=0)},
     ),
     (
         ParallelConfig(ulysses=4),
         {"num_hidden_layers": 5},
         {"memory": Memory(checkpointing="selective", tiled=True)},
     ),
+    (ParallelConfig(ulysses=2), {}, {"memory": Memory(checkpointing="selective", head_slices=0)}),
+    (ParallelConfig(ulysses=2), {}, {"memory": Memory(head_slices=3)}),
+    (ParallelConfig(ulysses=4), {}, {"dtype": "bf16", "memory": LONGEST}),
     (ParallelConfig(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (ParallelConfig(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
     (ParallelConfig(ring=4), {}, {}),

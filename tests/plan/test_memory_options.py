@@ -23,8 +23,6 @@ from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.memory_options import choose_memory, combinations, search_longest_context
 
-LEAN = replace(LONGEST, head_chunks=0)
-
 H100, CPU = CATALOGUE["h100"], CATALOGUE["cpu"]
 LLAMA = read_model("llama-3.1-8b")
 CONFIG = {
@@ -121,17 +119,17 @@ def test_the_all_to_all_of_each_memory_option() -> None:
     wide = {name: each for name, each in plain.items() if name != "dO to heads"}
     wide["Q, K, V, O, dO to heads"] = (to_heads + 2 * out, 1)
     assert sent(Memory(checkpointing="selective")) == wide
-    in_pieces = {name: (size, 2 * calls) for name, (size, calls) in wide.items()}
-    assert sent(Memory(head_chunks=2)) == sent(Memory(head_chunks=9)) == sent(Memory(head_chunks=0)) == in_pieces
-    longest = {**in_pieces, "Q, K, V to heads": (2 * to_heads, 4), "O to tokens": (2 * out, 4)}
-    assert sent(LEAN) == longest
+    slices = {name: (size, 2 * calls) for name, (size, calls) in plain.items()}
+    for checkpointing, of_q, of_o in (("none", 2, 2), ("selective", 2, 3), ("full", 3, 3)):
+        again = {"Q, K, V to heads": (of_q * to_heads, 2 * of_q), "O to tokens": (of_o * out, 2 * of_o)}
+        assert sent(Memory(checkpointing=checkpointing, head_slices=2)) == {**slices, **again}  # type: ignore[arg-type]
 
 
-def test_a_ring_in_head_chunks_sends_the_same() -> None:
-    plain, pieces = (
-        sent(memory_options, ParallelConfig(ring=4)) for memory_options in (FASTEST, Memory(head_chunks=0))
+def test_a_ring_in_slices_of_heads_sends_the_same() -> None:
+    plain, slices = (
+        sent(memory_options, ParallelConfig(ring=4)) for memory_options in (FASTEST, Memory(head_slices=4))
     )
-    assert pieces == {what: (size, 4 * calls) for what, (size, calls) in plain.items()}
+    assert slices == {what: (size, 4 * calls) for what, (size, calls) in plain.items()}
     selective, full = (sent(Memory(checkpointing=how), ParallelConfig(ring=4)) for how in ("selective", "full"))  # type: ignore[arg-type]
     assert selective == plain and full["K, V to the next"][1] == plain["K, V to the next"][1] * 3 // 2
 
@@ -173,8 +171,8 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert found.describe() in why and "does not fit" in why and "GB per GPU" in why
     short, nothing_faster = choose_memory(LLAMA, replace(job, context=4096).on(**mesh.degrees), H100)
     assert short == FASTEST and "does not fit" not in nothing_faster
-    fixed, _ = choose_memory(LLAMA, job.on(**mesh.degrees), H100, {"checkpointing": "full", "head_chunks": 2})
-    assert (fixed.checkpointing, fixed.head_chunks) == ("full", 2)
+    fixed, _ = choose_memory(LLAMA, job.on(**mesh.degrees), H100, {"checkpointing": "full", "head_slices": 2})
+    assert (fixed.checkpointing, fixed.head_slices) == ("full", 2)
 
 
 def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:
@@ -251,9 +249,9 @@ def test_auto_and_max_on_the_command_line(capsys: pytest.CaptureFixture[str]) ->
 
 def test_max_in_a_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for text, context in (("max", "max"), ("128k", 131072), ("4096", 4096)):
-        (tmp_path / "plan.yaml").write_text(f"model: x\ncontext: {text}\nmemory: {{head_chunks: 0}}\n")
+        (tmp_path / "plan.yaml").write_text(f"model: x\ncontext: {text}\nmemory: {{head_slices: 0}}\n")
         config = parse(PlanConfig, ["--config", str(tmp_path / "plan.yaml")], prog="p")
-        assert (config.context, config.memory.to_memory().head_chunks) == (context, 0)
+        assert (config.context, config.memory.to_memory().head_slices) == (context, 0)
     (tmp_path / "plan.yaml").write_text("model: x\ncontext: most\n")
     assert main(["plan", "--config", str(tmp_path / "plan.yaml")]) == 2
     assert "context: 'most' is invalid" in capsys.readouterr().err

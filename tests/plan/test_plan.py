@@ -289,7 +289,7 @@ def test_no_file_for_what_this_version_does_not_run() -> None:
     plan = cost(LLAMA, Job(context=8192, mode="prefill").on(ulysses=2), A100)
     assert "longspan generate " in str(command(plan)) and any("--prefill-chunk plans" in r for r in plan.reasons)
     several_texts = Job(context=8192, mode="prefill", batch=2).on(data=2)
-    memory_options = Job(context=8192, mode="decode", memory=Memory(head_chunks=0)).on(ulysses=2)
+    memory_options = Job(context=8192, mode="decode", memory=Memory(head_slices=0)).on(ulysses=2)
     assert yaml(cost(LLAMA, several_texts, A100)) is yaml(cost(LLAMA, memory_options, A100)) is None
 
 

@@ -71,7 +71,7 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
         ("--memory", "longest,host"): "write key=value after the first word",
         ("--memory", "tiled=true,tiled=false"): "tiled is set twice",
         ("--memory", "offload=host"): "add checkpointing='full'",
-        ("--memory", "head_chunks=two"): "'two' is not an integer",
+        ("--memory", "head_slices=two"): "'two' is not an integer",
         ("--experts", "lots"): "'lots' is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000) or auto",
         ("--ring", "0"): "ring must be at least 1, got 0",
     }.items():

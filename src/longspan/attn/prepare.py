@@ -61,8 +61,8 @@ class AttentionPlan:
             LongspanError: if `saved_attentions` is given to a plan that would save nothing in it.
         """
         chunked = self.method if isinstance(self.method, ChunkedUlysses) else None
-        if saved_attentions is not None and (chunked is None or not chunked.recompute_all_to_all):
-            raise LongspanError("`saved_attentions` needs a plan made with recompute_all_to_all=True")
+        if saved_attentions is not None and chunked is None:
+            raise LongspanError("`saved_attentions` needs a plan made with recompute_all_to_all=True, or saves=True")
         with named_range("longspan.attention"):
             if chunked is not None:
                 return chunked(q, k, v, scores, saved_attentions)
@@ -106,6 +106,7 @@ def prepare(
     kernel: AnyKernel = "auto",
     *,
     recompute_all_to_all: bool = False,
+    saves: bool = False,
     head_chunks: int = 1,
 ) -> AttentionPlan:
     """Make the plan of one attention. Every rank raises the same. Nothing is sent or computed.
@@ -119,6 +120,7 @@ def prepare(
         kernel: as for `longspan.attention`.
         recompute_all_to_all: save only local q, k, v and output, and recompute the all-to-all in the backward; several
             `head_chunks` imply it.
+        saves: make a plan whose calls may have `saved_attentions`; `recompute_all_to_all` implies it.
         head_chunks: as for `longspan.attention`.
 
     Raises:
@@ -127,7 +129,7 @@ def prepare(
     check_attention(shapes, sp, mask, scores, lengths)
     recompute_all_to_all = recompute_all_to_all or head_chunks != 1
     chosen, choice, overlap_chunks = choose_kernel_and_overlap(
-        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all
+        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all or saves
     )
     if not torch.compiler.is_compiling():
         log_choice(choice)
@@ -137,7 +139,7 @@ def prepare(
     method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank])
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
-    if recompute_all_to_all or overlap_chunks > 1:
+    if recompute_all_to_all or saves or overlap_chunks > 1:
         chunks = _head_chunks(cast(LocalAttention, method), groups, sp.ulysses_rank, shapes.device)
         sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
         method = ChunkedUlysses(group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1)

@@ -77,6 +77,25 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(ignore_tracing) is not None
 
 
+_FACTS = ("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad_fn", "is_leaf", "is_cpu",
+          "is_cuda", "is_meta")  # fmt: skip
+TENSOR_FACTS = {getattr(Tensor, name).__get__ for name in _FACTS} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
+}  # fmt: skip
+"""What `__torch_function__` is called with for facts about a tensor, rather than its values."""
+
+
+def as_subclass(kind: type[Tensor], data: Tensor) -> Any:
+    """Return a leaf of a subclass of `Tensor` with this data, which needs a gradient."""
+    return Tensor._make_subclass(kind, data, True)
+
+
+def without_torch_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch on subclasses of `Tensor` as if they were plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 # --- collectives and groups
 
 # torch 2.13 warns of the old names, 2.11 has no others.

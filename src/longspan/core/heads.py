@@ -89,6 +89,16 @@ def split_groups(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ..
     return tuple(_shard(start, stop, group) for start, stop in itertools.pairwise(cut))
 
 
+MOST_SLICES = 8
+"""Slices of heads of an attention layer, unless a number is given: each reads the layer's input, and smaller matmuls
+are slower."""
+
+
+def slices_of(asked: int, q_heads: int, ulysses: int) -> int:
+    """Return the number of slices in which an attention layer runs (`Memory.head_slices`)."""
+    return max(1, min(asked or MOST_SLICES, q_heads // ulysses))
+
+
 def split_head_chunks(
     shards: tuple[HeadShard, ...], chunks: int, overlap_chunks: int = 1
 ) -> tuple[tuple[tuple[HeadShard, ...], ...], ...]:

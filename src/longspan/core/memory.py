@@ -38,22 +38,23 @@ class Memory:
         tiled: MLPs work through tiles of tokens, forward and backward, so that their intermediates exist for one tile
             at a time, which are then about as large as the hidden states; the backward recomputes them. Norms save
             their input only; the backward recomputes their output, also for the linear layers and MLPs that read it.
-        head_chunks: groups of heads that go through the all-to-all and the attention one after another (at most the KV
-            heads of a rank), so that buffers between the two all-to-alls shrink to 1 / head_chunks. 0: one group per
-            KV head of a rank. 1: all heads at once.
+        head_slices: slices of heads in which an attention layer runs one after another in training, forward and
+            backward, so that q, k, v, the attention's output and the buffers of the all-to-all exist for one slice at
+            a time; the backward recomputes each slice, but no kernel that returns the log-sum-exp. At most one per
+            query head of a rank. 0: at most 8, and 1 for a layer that cannot be sliced.
         cpu_offload: keep weights, gradients and optimizer states in host memory (FSDP2's CPUOffloadPolicy).
     """
 
     checkpointing: Checkpointing = "none"
     offload: Offload = "none"
     tiled: bool = False
-    head_chunks: int = 1
+    head_slices: int = 1
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("checkpointing", CHECKPOINTING), ("offload", OFFLOAD)):
             check_choice(name, getattr(self, name), choices)
-        check_count("head_chunks", self.head_chunks)
+        check_count("head_slices", self.head_slices)
         for name in ("tiled", "cpu_offload"):
             check_flag(name, getattr(self, name))
         if self.offload != "none" and self.checkpointing == "none":
@@ -65,7 +66,7 @@ class Memory:
     @property
     def recompute_all_to_all(self) -> bool:
         """Whether attention saves my tokens' q, k, v and output, and its backward repeats the all-to-all."""
-        return self.head_chunks != 1 or self.checkpointing == "selective"
+        return self.checkpointing == "selective"
 
     @property
     def recomputes_layers(self) -> bool:
@@ -81,7 +82,7 @@ class Memory:
 FASTEST = Memory()
 """Save what needs a matmul or communication to recompute; recompute activation functions; tile the loss."""
 
-LONGEST = Memory(checkpointing="full", tiled=True)
+LONGEST = Memory(checkpointing="full", tiled=True, head_slices=0)
 """The least memory without offload, with at most two forwards per layer."""
 
 

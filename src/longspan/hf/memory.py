@@ -25,17 +25,21 @@ from longspan.compat.reading import attention_layers, decoder_layers, head_dim_o
 from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
+from longspan.core.heads import slices_of
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
+from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import draws, final_norm
 from longspan.hf.model.vision import tower_blocks
 from longspan.hf.state import state_of
+from longspan.hf.weights.attention_slices import AttentionSlices
 from longspan.hf.weights.experts import most_tiles
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerGroups, forward_of
+from longspan.memory.head_slices import HeadCut, SlicedAttention
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
 from longspan.memory.tiles import Tiled
@@ -178,15 +182,21 @@ class MemoryManager(Stage):
     """
 
     def __init__(
-        self, modules: MemoryModules, config: Any, memory: Memory, store: Store | None, auto: AutoMemory | None
+        self,
+        modules: MemoryModules,
+        sp: SequenceSharding,
+        memory: Memory,
+        store: Store | None,
+        auto: AutoMemory | None,
     ) -> None:
-        self.auto = auto
+        self.auto, self.sp = auto, sp
         self.modules, self.layers = modules, modules.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
         self.groups = LayerGroups(last=self.layers[-1])
-        self.hidden = config.get_text_config().hidden_size
+        self.hidden = modules.model.config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
+        self.sliced = dict[str, SlicedAttention]()
         self.set(memory, store, "as parallelize was asked")
 
     def set(self, memory: Memory, store: Store | None, why: str) -> None:
@@ -200,6 +210,7 @@ class MemoryManager(Stage):
             linear.on = memory.tiled
         for act in self.activations:
             act.on = not memory.tiled
+        self._slice_heads(memory.head_slices)
         for block in self.modules.tower:
             set_checkpointing(block, on=memory.checkpointing != "none")
         self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.checkpointing == "grouped")
@@ -222,6 +233,17 @@ class MemoryManager(Stage):
                 CheckpointedLayer(layer, _bindings(layer), self.groups, draws=any(map(draws, layer.modules())))
                 for layer in self.layers
             ]
+
+    def _slice_heads(self, asked: int) -> None:
+        """Let attention layers run in slices of their heads."""
+        cuts = dict[str, HeadCut]()
+        if asked != 1 and self.bindings:
+            cuts = self.modules.head_cuts(asked, self.sp)
+        for path in cuts.keys() - self.sliced.keys():
+            module: Any = self.modules.model.get_submodule(path)
+            self.sliced[path] = SlicedAttention(module, path, module.longspan_layer, _has_cache)
+        for path, sliced in self.sliced.items():
+            sliced.cut = cuts.get(path)
 
     def _tiled(self, mlp: nn.Module) -> Tiled:
         width = max(max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1)
@@ -269,6 +291,8 @@ class MemoryManager(Stage):
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
         if self.modules.untiled is not None:
             fixed["tiled"] = False
+        if not self.modules.head_cuts(0, self.sp):
+            fixed["head_slices"] = 1
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
         info = call.info
@@ -326,10 +350,15 @@ def _bindings(layer: nn.Module) -> list[LayerBinding]:
     return [binding for binding in bindings if isinstance(binding, LayerBinding)]
 
 
+def _has_cache(kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, CachedInfo) for value in kwargs.values())
+
+
 class MemoryModules:
     """The modules that memory options concern: decoder layers, their MLPs and norms, and the norm behind them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self.layers = decoder_layers(model)
         self.tower = tower_blocks(model)  # their activations are recomputed if those of the layers are
         self.hybrid = is_hybrid(model)  # then layers may have no MLP
@@ -343,6 +372,21 @@ class MemoryModules:
         """Raise for memory options that the model does not support."""
         if memory.tiled and self.untiled is not None:
             raise LongspanError(f"{self.untiled}; use tiled=False")
+        if memory.head_slices > 1:
+            AttentionSlices(self.model, 1, memory.head_slices)
+
+    def head_cuts(self, asked: int, sp: SequenceSharding) -> dict[str, HeadCut]:
+        """Return how each attention layer is cut into slices; none if that is not possible, or one slice suffices."""
+        text = self.model.config.get_text_config()
+        count = slices_of(asked, getattr(text, "num_attention_heads", 1) or 1, sp.ulysses_size)
+        if count == 1 or sp.tensor_size > 1:
+            return {}
+        try:
+            return AttentionSlices(self.model, count, asked).cuts()
+        except LongspanError:
+            if asked:
+                raise
+            return {}
 
     def _mlps(self, layer: nn.Module) -> Iterator[nn.Module]:
         mixers = mixer_layers(layer)

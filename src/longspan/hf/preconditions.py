@@ -83,7 +83,7 @@ class Checked:
         self.modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
         self.tensor_rules: TensorRules | None = None
         if sp.tensor_size > 1:
-            _refuse_tensor_axis(inner, sp)
+            _refuse_tensor_axis(inner, sp, memory)
             self.tensor_rules = TensorRules(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
         # None if experts are sharded as other weights.
         self.experts = expert_groups(
@@ -97,7 +97,11 @@ class Checked:
         self.store = store_for(memory, sp.device)  # of offloaded activations
 
 
-def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding) -> None:
+def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding, memory: Memory) -> None:
+    if memory.head_slices > 1:
+        raise LongspanError(
+            f"head_slices={memory.head_slices} slices heads that `tensor={sp.tensor_size}` shards; use head_slices=1"
+        )
     if core_of(model) is not None:
         raise LongspanError(
             f"{type(model).__name__} has a vision tower, which is not sharded over `tensor={sp.tensor_size}`; use "

@@ -86,6 +86,9 @@ def explain(model: nn.Module) -> str:
     if state.experts is not None:
         lines.append(f"experts: over {state.experts.size} neighbouring ranks, tokens are sent to them")
     lines.append(f"memory: {state.memory.options.describe()} ({state.memory.why})")
+    if state.memory.options.head_slices != 1:
+        counts = [sliced.cut.count for sliced in state.memory.sliced.values() if sliced.cut is not None]
+        lines.append(f"slices of heads: {max(counts, default=1)}, in {len(counts)} attention layers")
     chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
     if state.attention.layers and not chosen:

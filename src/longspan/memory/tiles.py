@@ -358,7 +358,7 @@ def _tiled_gradients(
         hidden.flatten(0, 1), trained, needs_grad, dtype=None if source is None else source.dtype, wide=tiles > 1
     )
     grads = tuple(None if g is None else g.contiguous() for g in grads)  # one copy here, not one per tile
-    for span, tile in _tiles(hidden, tiles):
+    for span, tile in tiles_of(hidden, tiles):
         with torch.no_grad():
             x = tile if source is None else source.input_of(tile)
         x = gradients.leaf(x)
@@ -380,7 +380,7 @@ def _tiled_gradients(
 def _run_tiles(tiled: Tiled, hidden: Tensor, tiles: int) -> list[Tensor]:
     """Return all outputs of a module for all tokens."""
     outs: list[Tensor] = []
-    for span, tile in _tiles(hidden, tiles):
+    for span, tile in tiles_of(hidden, tiles):
         of_tile = tiled.compute_with(tile, {})
         outs = outs or [_empty_output(x, tile, hidden) for x in of_tile]
         for out, x in zip(outs, of_tile, strict=True):
@@ -392,7 +392,7 @@ def _count(hidden: Tensor) -> int:
     return hidden.shape[:2].numel()
 
 
-def _tiles(hidden: Tensor, tiles: int) -> Iterator[tuple[slice, Tensor]]:
+def tiles_of(hidden: Tensor, tiles: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield the tiles `[1, rows, ...]` of all tokens of the batch, and their span among the tokens."""
     flat = hidden.reshape(1, _count(hidden), *hidden.shape[2:])
     rows = -(-_count(hidden) // tiles)

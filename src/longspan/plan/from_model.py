@@ -258,7 +258,7 @@ def _mixing(block: nn.Module, config: Any, index: int) -> TokenMixing:
     recurrent = next(iter(mixer_layers(block).values()), None)
     if attention is None:  # or an MLP alone
         return TokenMixing() if recurrent is None else _recurrence(recurrent)
-    softmax = _attention(attention, config, index)
+    softmax = replace(_attention(attention, config, index), sliceable=_sliceable(attention, config))
     # Convolutions inside attention are none of its own.
     if recurrent is None or recurrent in set(attention.modules()):
         return softmax
@@ -309,6 +309,17 @@ def _attention(attention: Any, config: Any, index: int) -> Softmax:
     kv = _width(attention, "k_proj", "key", "k_lin") // dim or (heads // groups if groups else None)
     kv = kv or _first(config, "num_key_value_heads", "num_kv_heads") or heads
     return Softmax(heads, kv, dim, _width(attention, "v_proj", "value", "v_lin") // kv or dim, keys, sinks=sinks)
+
+
+def _sliceable(attention: Any, config: Any) -> bool:
+    """Return whether `longspan.memory.head_slices` slices the heads: planned by transformers, norms per head."""
+    dim = getattr(attention, "head_dim", None)
+    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    per_head = all(p.shape[0] == dim for norm in norms if norm is not None for p in norm.parameters())
+    planned = bool(getattr(config, "base_model_tp_plan", None)) and not getattr(config, "num_kv_shared_layers", 0)
+    projections = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("kv_b_proj",), ("query_key_value",)
+    cut = any(all(hasattr(attention, name) for name in names) for names in projections)
+    return planned and cut and per_head and _linear(attention, "o_proj", "dense") is not None
 
 
 def _attended_keys(attention: nn.Module, config: Any, index: int) -> AttendedKeys:

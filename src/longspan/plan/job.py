@@ -37,8 +37,8 @@ class Job:
         dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
         parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1.
-        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled`,
-            `head_chunks` and `cpu_offload` have an effect.
+        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled` and
+            `cpu_offload` has an effect.
         cache: how the KV cache of `prefill` and `decode` is stored.
         documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
             those of whole sequences.

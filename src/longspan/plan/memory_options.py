@@ -1,7 +1,7 @@
 """Memory options that fit: the fastest combination on a mesh, the longest context, and suggestions if nothing fits.
 
 `longspan.parallelize(memory="auto")` and `longspan train` with `memory: auto` call `choose_memory`. The search covers
-up to 48 combinations; head chunks are 1 or 0 (automatic). For more than 1,024 GPUs it covers eight.
+up to 48 combinations; `head_slices` is 1 or 0 (automatic). For more than 1,024 GPUs it covers eight.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
     "offload": ("none", "host"),
     "tiled": (False, True),
-    "head_chunks": (1, 0),
+    "head_slices": (1, 0),
     "cpu_offload": (False, True),
 }
 
@@ -56,13 +56,13 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, few: bool = False) -> list[Memory]:
     """Return the combinations to try, each with the `fixed` memory options; with `few`, only eight."""
     off = {name: (getattr(FASTEST, name),) for name in _VALUES}
-    without: set[str] = {"offload", "head_chunks", "cpu_offload"} if few else set()
+    without: set[str] = {"offload", "head_slices", "cpu_offload"} if few else set()
     if hardware.on_cpu:  # it computes in the host's memory
         without |= {"offload", "cpu_offload"}
     if not job.weight_sharding:  # it moves FSDP's shards
         without.add("cpu_offload")
     if job.mode != "train":  # nothing is saved for a backward
-        without |= {"checkpointing", "offload"}
+        without |= {"checkpointing", "offload", "head_slices"}
     tried = {name: off[name] if name in without else values for name, values in _VALUES.items()}
     tried |= {name: (value,) for name, value in fixed.items()}
     every = []
@@ -91,8 +91,7 @@ def fastest_that_fits(model: ModelShape, job: Job, hardware: Hardware, fixed: Fi
 
     bare = min(plans, key=_options_in_use)
     asked = sum(value != getattr(FASTEST, name) for name, value in fixed.items())
-    # No memory option shortens a step, except head chunks, if an overlapped all-to-all is sent in them.
-    nothing_faster = bare.fits and _options_in_use(bare) == asked and job.overlap_chunks == 1
+    nothing_faster = bare.fits and _options_in_use(bare) == asked  # no memory option shortens a step
     ordered = [bare] if nothing_faster else sorted(plans, key=order)
     at = next(at for at, plan in enumerate(ordered) if plan.fits)
     plan = ordered[at]
@@ -180,7 +179,7 @@ def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Fixed) -> li
     every = combinations(job, hardware, fixed)
     if job.mode != "train":
         return every
-    best = {"tiled": (True,), "head_chunks": (0, 1), "checkpointing": ("selective", "full", "grouped")}
+    best = {"tiled": (True,), "head_slices": (0, 1), "checkpointing": ("selective", "full", "grouped")}
     open_options = {name: values for name, values in best.items() if name not in fixed}
     return [memory for memory in every if all(getattr(memory, name) in of for name, of in open_options.items())]
 

@@ -76,7 +76,8 @@ class ChunkedUlysses:
         """Return the attention of the local queries, exactly: `[B, L, H, V]`. Keys may belong to another sequence.
 
         With `recompute_all_to_all`, `saved_attentions` saves output and log-sum-exp instead of autograd. When the layer
-        is recomputed, they are loaded, and nothing is computed or sent.
+        is recomputed, they are loaded, and nothing is computed or sent. Without, it saves the output of my heads: when
+        the layer is recomputed, all-to-alls run again, but no ring and no kernel.
         """
         # With frozen inputs, too: the layer may be recomputed for its MLP.
         saves = torch.is_grad_enabled() or (saved_attentions is not None and saved_attentions.recomputing)
@@ -111,7 +112,14 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx.method, ctx.scores, ctx.saved_attention = method, scores, None
         if not method.recompute_all_to_all:
             received: list[_Received] | None = [] if any(ctx.needs_input_grad) else None
-            out, lses = _forward(q, k, v, method, scores, received)
+            computed = None
+            if saved_attentions is not None and saved_attentions.recomputing:
+                tensors = saved_attentions.load_next().tensors()
+                computed = list(zip(tensors[::2], tensors[1::2], strict=True))
+            results: list[Tensor] | None = [] if saved_attentions is not None and computed is None else None
+            out, lses = _forward(q, k, v, method, scores, received, computed, results)
+            if saved_attentions is not None and results is not None:
+                saved_attentions.save(results)
             ctx.specs = [(x.shape, x.dtype) for x in (q, k, v)]
             ctx.save_for_backward(sinks, *lses, *itertools.chain(*received or []))
             return out
@@ -164,13 +172,26 @@ def _by_chunk(tensors: list[Tensor], method: ChunkedUlysses) -> list[_Received]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, received: list[_Received] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    method: ChunkedUlysses,
+    scores: Scores,
+    received: list[_Received] | None = None,
+    computed: list[tuple[Tensor, Tensor]] | None = None,
+    results: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the local output `[B, L, H, V]` and each chunk's log-sum-exp [B, h, S]; append to `received`."""
+    """Return the local output `[B, L, H, V]` and each chunk's log-sum-exp [B, h, S].
+
+    Append to `received`; to `results` each chunk's output of my heads and log-sum-exp, which `computed` are if they are
+    known.
+    """
     out = _LocalTensor("q", (*q.shape[:3], v.shape[3]), q.dtype, q.device)
     lses, kv = list[Tensor](), list[Tensor]()
 
     def start(chunk: HeadChunk) -> Callable[[], list[Tensor]]:
+        if computed is not None and received is None:  # no backward needs them
+            return lambda: [q, k, v] if chunk.first_of_kv else [q]
         return _scatter([q], [k, v] if chunk.first_of_kv else [], chunk, method)
 
     def compute(number: int, chunk: HeadChunk, scattered: list[Tensor]) -> list[AllToAll]:
@@ -179,7 +200,9 @@ def _forward(
         if chunk.first_of_kv:
             kv[:] = received_kv
         k_BkTD, v_BkTV = kv
-        if chunk.local.q_heads:
+        if computed is not None:
+            chunk_out, lse = computed.pop(0)
+        elif chunk.local.q_heads:
             heads = scores.of_heads(chunk.local.q_start, chunk.local.q_stop)
             local = chunk.attention.pack(q_BhSD, k_BkTD, v_BkTV, saved=False)
             chunk_out, lse = chunk.attention.forward(q_BhSD, local, heads)
@@ -189,6 +212,8 @@ def _forward(
             lse = q_BhSD.new_empty(q_BhSD.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if received is not None:
             received.append([q_BhSD, chunk_out, *received_kv])
+        if results is not None:
+            results.extend([chunk_out, lse])
         del q_BhSD, k_BkTD, v_BkTV, received_kv
         if chunk.last_of_kv:
             kv.clear()

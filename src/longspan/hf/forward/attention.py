@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.attn.kernels.base import KernelRequest
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel
+from longspan.attn.kernels.base import KernelRequest, returns_lse
+from longspan.attn.kernels.choice import AnyKernel, Choice, as_kernel, choose_kernel
 from longspan.attn.mask import Mask
+from longspan.attn.methods.base import SavedAttentions
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
 from longspan.attn.segments import chunk_segments
@@ -30,7 +31,7 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.hf.batch.shard import SequenceInfo, take_info
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.model.support import HELP
-from longspan.memory.checkpointing import LayerCall
+from longspan.memory.head_slices import SliceCall
 
 NAME = "longspan"
 
@@ -57,10 +58,16 @@ class LayerBinding:
     name: str  # of the module
     kernel: AnyKernel
     memory: Memory = FASTEST
-    layer_call: LayerCall | None = None  # while a checkpointed layer runs: what it saves of its attention
+    # While a checkpointed layer or a slice of heads runs: what it saves of its attention.
+    layer_call: SavedAttentions | None = None
     choice: Choice | None = None  # the kernel of the last forward
     latents: LatentLayer | None = None  # captures the latent vectors of DeepSeek's attention
     causal: bool = True
+
+    @property
+    def saves_lse(self) -> bool:
+        """Whether its kernel can return log-sum-exps, which slices of heads save with their outputs."""
+        return self.kernel == "auto" or returns_lse(as_kernel(self.kernel))
 
     def check_mask(self, info: SequenceInfo) -> None:
         """Raise if a requested kernel cannot compute a batch's mask; "auto" falls back on one that can."""
@@ -182,10 +189,11 @@ def _plan(
     layer: LayerBinding, request: MaskRequest, info: SequenceInfo, shapes: Shapes, scores: Scores
 ) -> AttentionPlan:
     """Return the attention plan of this batch for layers of this kind, prepared by the first of them."""
-    key = request, shapes, scores.kind
+    # A slice saves its output of my heads.
+    recomputes, sliced = layer.memory.recompute_all_to_all, isinstance(layer.layer_call, SliceCall)
+    key = request, shapes, scores.kind, sliced
     plan = info.prepared.get(key)
     if plan is None:
-        memory = layer.memory
         plan = prepare(
             shapes,
             info.sp,
@@ -193,8 +201,8 @@ def _plan(
             scores,
             (info.length, info.length),
             layer.kernel,
-            recompute_all_to_all=memory.recompute_all_to_all,
-            head_chunks=memory.head_chunks,
+            recompute_all_to_all=recomputes and not sliced,
+            saves=sliced,
         )
         info.prepared[key] = plan
     return plan

@@ -142,14 +142,22 @@ def dequantize(model: nn.Module, state: dict[str, Any]) -> None:
     layers = layers_in_4_bits(model)
     if not layers:
         return
-    from bitsandbytes.functional import dequantize_4bit
     from transformers.pytorch_utils import Conv1D
 
     rest, packed = split_state(model, state)
     state.clear()
     state.update(rest)
     for path, layer in layers.items():
-        scales, name = copy.copy(layer.quant_state), f"{path}.weight"
-        scales.dtype = torch.float32
-        values = dequantize_4bit(packed.pop(name).to(scales.absmax.device), scales).cpu()
+        name = f"{path}.weight"
+        values = values_of(layer, torch.float32, packed.pop(name)).cpu()
         state[name] = values.T.contiguous() if issubclass(layer.source_cls, Conv1D) else values
+
+
+def values_of(layer: Any, dtype: torch.dtype, packed: Tensor | None = None) -> Tensor:
+    """Return the values of a layer's 4-bit weight, `packed` if given, as the layer multiplies by them."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    scales = copy.copy(layer.quant_state)
+    scales.dtype = dtype
+    values: Tensor = dequantize_4bit((layer.weight if packed is None else packed).to(scales.absmax.device), scales)
+    return values

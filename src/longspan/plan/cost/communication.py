@@ -152,7 +152,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
         sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
-        sent += [each for each in layer.mixing.sent(forward) if each.calls]
+        sent += [each for part in layer.mixing.slices(c) for each in part.sent(forward) if each.calls]
         if gathers_weights:
             sent += [each for each in layer_weights_sent(layer, forward)]
         recomputed += _times(sent, count)

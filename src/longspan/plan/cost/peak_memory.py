@@ -120,19 +120,15 @@ def _attention(c: CostContext) -> dict[str, int]:
 
 
 def mixing_peak(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
-    """Return the largest of three peaks: sending q, k and v; the kernel or the ring; sending the output back.
-
-    With head chunks each peak is one chunk's, and the output received so far is added.
-    """
+    """Return the largest of three peaks: sending q, k and v; the kernel or the ring; sending the output back."""
     qkv, out, packed = _buffers(mixing, c)
-    ring, chunks = mixing.ring_buffers(c), mixing.head_chunks(c)
+    ring = mixing.ring_buffers(c)
     all_to_all = c.mesh.ulysses > 1 and c.job.mode != "decode"
     peaks = [Buffers(ring.comm, packed * all_to_all + max(out, ring.workspace))]
     if all_to_all:  # sent and received buffer; and behind the kernel those of the output, and the output
-        peaks += [Buffers(0, 2 * packed), Buffers(0, (3 if chunks == 1 else 2) * out)]
+        peaks += [Buffers(0, 2 * packed), Buffers(0, 3 * out)]
     peak = max(peaks, key=lambda each: each.total)
-    workspace = -(-peak.workspace // chunks) + (out if chunks > 1 else 0)
-    return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": -(-peak.comm // chunks)}
+    return {"qkv": qkv, "attention_workspace": peak.workspace, "comm_buffers": peak.comm}
 
 
 def _buffers(mixing: TokenMixing, c: CostContext) -> tuple[int, int, int]:

@@ -35,6 +35,8 @@ def saved_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     before, behind = _around_attention(layer, c)
     mixing = layer.mixing
     attention = mixing.saved(c)
+    if len(mixing.slices(c)) > 1:  # the rest is recomputed
+        return SavedActivations((before + behind) // c.hidden_shards, attention, _mlp_saved(layer, c))
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
         heads = (mixing.q_heads + mixing.kv_heads) // c.mesh.tensor

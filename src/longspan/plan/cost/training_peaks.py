@@ -201,12 +201,17 @@ def _trained(parameters: tuple[Parameter, ...]) -> int:
 
 def _recomputed_all_to_all(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes of a checkpointed layer's recomputed all-to-all, the rank's q, k and v included; 0 if none is.
+    With slices: of the last slice, and the outputs of all.
 
     The larger of sending q, k and v (sent and received buffer), and of receiving the output (what arrived, the output
     in head layout, as received, and in token layout).
     """
-    if c.mesh.ulysses == 1 or c.job.memory.checkpointing == "none":
+    parts = layer.mixing.slices(c)
+    if c.job.memory.checkpointing == "none" or (c.mesh.ulysses == 1 and len(parts) == 1):
         return 0
-    (qkv, out, packed), n = layer.mixing.forward_buffers(c), layer.mixing.head_chunks(c)
-    receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
-    return max(qkv + -(-2 * packed // n), qkv + receiving * c.job.memory.recomputes_layers)
+    qkv, out, packed = (max(sizes) for sizes in zip(*(part.forward_buffers(c) for part in parts), strict=True))
+    if c.mesh.ulysses == 1:
+        packed = 0
+    needed: int = max(qkv + 2 * packed, qkv + (packed + 3 * out) * c.job.memory.recomputes_layers)
+    # The slices' outputs, and their sum.
+    return needed + (layer.mixing.saved(c) * c.tokens - out + c.tokens * c.d * c.b if len(parts) > 1 else 0)

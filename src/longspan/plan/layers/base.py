@@ -214,9 +214,9 @@ class TokenMixing:
         """
         return SavedActivations()
 
-    def head_chunks(self, c: CostContext) -> int:
-        """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
-        return 1
+    def slices(self, c: CostContext) -> tuple[TokenMixing, ...]:
+        """Return the slices of heads that run one after the other in training (`Memory.head_slices`)."""
+        return (self,)
 
     def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:
         """Return a forward's bytes of Q, K and V; of the output; of Q, K and V packed for the all-to-all."""

@@ -37,12 +37,12 @@ def heads_of_chunks(layer: Softmax, c: CostContext) -> tuple[tuple[ChunkHeads, .
     if c.mesh.ulysses > 1:
         most = max(shard.kv_heads if c.mesh.ring > 1 else shard.q_heads for shard in shards)
         overlapped = max(1, min(c.job.overlap_chunks, most))
-    return _heads_of_chunks(shards, c.job.memory.head_chunks, overlapped)
+    return _heads_of_chunks(shards, overlapped)
 
 
 @functools.lru_cache(maxsize=4096)
-def _heads_of_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) -> tuple[tuple[ChunkHeads, ...], ...]:
-    cut = split_head_chunks(shards, chunks, overlapped)
+def _heads_of_chunks(shards: tuple[HeadShard, ...], overlapped: int) -> tuple[tuple[ChunkHeads, ...], ...]:
+    cut = split_head_chunks(shards, 1, overlapped)
 
     def chunk_of(shard: HeadShard, at: int, count: int) -> ChunkHeads:
         # Chunks that share KV heads: these are sent with the first, and their gradients with the last.
@@ -89,13 +89,17 @@ def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[ChunkHeads, ...], m
     all_packed, all_out, _ = _row_bytes(of_ranks, q_bytes, v_bytes)
     packed, out, packed_gradient = _row_bytes((mine,), q_bytes, v_bytes)
     forwards, backwards = c.job.attention_passes
+    # The backward of a slice recomputes both; the layer's recomputation by a selective checkpoint the second.
+    of_q, of_o = forwards, forwards
+    if layer.is_slice and backwards:
+        of_q, of_o = forwards + 1, forwards + 1 + c.job.memory.recompute_all_to_all
     sent = [
-        Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), forwards),
-        Sent("all_to_all", "ulysses", "O to tokens", rows * (u - 1) * out, forwards),
+        Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), of_q),
+        Sent("all_to_all", "ulysses", "O to tokens", rows * (u - 1) * out, of_o),
     ]
     if backwards:
         what, width = "dO to heads", all_out - out
-        if c.job.memory.recompute_all_to_all:
+        if c.job.memory.recompute_all_to_all and not layer.is_slice:
             what, width = "Q, K, V, O, dO to heads", all_packed - packed + 2 * width
         sent += [
             Sent("all_to_all", "ulysses", what, rows * width, backwards),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
-from longspan.core.heads import HeadShard
+from longspan.core.heads import HeadShard, slices_of, split_groups
 from longspan.core.parallel import ParallelConfig
 from longspan.plan.job import CostContext, Job, head_shards
 from longspan.plan.layers import messages
@@ -52,6 +52,8 @@ class Softmax(TokenMixing):
     sinks: bool = False  # whether each query head has a learnt attention sink
     # whether values are the first elements of the keys, and are not cached a second time (`cache_mixing`)
     shared: bool = False
+    sliceable: bool = True  # whether its heads can run in slices
+    is_slice: bool = False  # whether it is one of them
 
     shards_heads: ClassVar[bool] = True
 
@@ -89,10 +91,13 @@ class Softmax(TokenMixing):
         """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
         return _max_heads(self, mesh.tensor, 1)
 
-    def head_chunks(self, c: CostContext) -> int:
-        """Return the chunks that `Memory.head_chunks` gives: at most a rank's KV heads, which 0 stands for."""
-        most = max(1, self.max_heads(c.mesh).kv_heads)
-        return min(c.job.memory.head_chunks or most, most)
+    def slices(self, c: CostContext) -> tuple[Softmax, ...]:
+        if c.job.mode != "train" or c.mesh.tensor > 1 or self.is_slice or not self.sliceable:
+            return (self,)
+        return _slices(self, slices_of(c.job.memory.head_slices, self.q_heads, c.mesh.ulysses))
+
+    def _recomputes_all_to_all(self, c: CostContext) -> bool:
+        return c.job.memory.recompute_all_to_all and not self.is_slice
 
     def cache_mixing(self, c: CostContext) -> Softmax:
         """Return the attention to a KV cache.
@@ -141,7 +146,9 @@ class Softmax(TokenMixing):
     def sent(self, c: CostContext) -> list[Sent]:
         if c.job.mode == "decode":
             return messages.decode(self, c)
-        return (messages.prompt if c.job.prompt_chunks else messages.sequence)(self, c)
+        if c.job.prompt_chunks:
+            return messages.prompt(self, c)
+        return [each for part in self.slices(c) for each in messages.sequence(part, c)]
 
     def ring_schedule(self, c: CostContext) -> RingSchedule:
         return ring_schedule(c.layout, c.job.context, self.keys)
@@ -164,10 +171,13 @@ class Softmax(TokenMixing):
         """Return the bytes of Q, K, V, the output before and behind the all-to-all, and a log-sum-exp per head.
 
         They are in head layout: the heads of the rank with most heads, over the tokens of its Ulysses group. If the
-        backward recomputes the all-to-all, Q, K, V and output are in token layout.
+        backward recomputes the all-to-all, Q, K, V and output are in token layout. Slices save the output in head
+        layout, and the log-sum-exp.
         """
         u, heads = c.mesh.ulysses, self.max_heads(c.mesh)
-        if c.job.memory.recompute_all_to_all and u > 1:
+        if len(self.slices(c)) > 1:
+            return u * (c.b * heads.out + 4 * heads.q_heads)
+        if self._recomputes_all_to_all(c) and u > 1:
             mine = self.local_heads(c.mesh)
             return c.b * (mine.q + mine.kv + mine.out) + u * 4 * heads.q_heads
         return u * (c.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads) + self._projected(c)
@@ -181,7 +191,8 @@ class Softmax(TokenMixing):
 
     def freed(self, after_mixing: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        return after_mixing + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
+        keeps = c.job.memory.recompute_all_to_all or len(self.slices(c)) > 1
+        return after_mixing + SavedActivations(attention=0 if keeps else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
@@ -199,7 +210,7 @@ class Softmax(TokenMixing):
     # A ring is costed for the rank whose block is one run of tokens: the tile on its diagonal is the whole block.
 
     def ring_buffers(self, c: CostContext) -> Buffers:
-        """Return the buffers of a forward over a ring, of all head chunks together, or of a chunk over a cache."""
+        """Return the buffers of a forward over a ring, or of a chunk over a cache."""
         if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
             return self.cache_mixing(c)._prompt_chunk(c)
         if c.mesh.ring == 1 or c.job.mode == "decode":
@@ -235,48 +246,62 @@ class Softmax(TokenMixing):
         return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head))
 
     def backward_buffers(self, c: CostContext) -> Buffers:
-        """Return the largest of three peaks: sending gradients to heads, the kernel or the ring, sending them back.
-
-        With head chunks each peak is one chunk's, and the gradients received so far are added.
-        """
-        heads, mine = self.max_heads(c.mesh), self.local_heads(c.mesh)
-        chunks, u = self.head_chunks(c), c.mesh.ulysses
-        all_to_all, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
+        """Return the largest of three peaks: sending gradients to heads, the kernel or the ring, sending them back."""
+        parts = self.slices(c)
+        if len(parts) > 1:
+            return self._of_slices(parts, c)
+        heads, mine, u = self.max_heads(c.mesh), self.local_heads(c.mesh), c.mesh.ulysses
+        all_to_all, recomputed = u > 1, self._recomputes_all_to_all(c) and u > 1
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
         gradients = in_heads * (heads.q + heads.kv)
         received = in_heads * (heads.q + heads.kv + heads.out) if recomputed else 0  # by the recomputed all-to-all
         result = in_tokens * (mine.q + mine.kv)
         d_out = in_tokens * mine.out
-        stays = d_out + (result if chunks > 1 else 0)
-        # The output and its gradient, copied from the received rows, or some of their heads.
-        sliced = chunks > 1 and not all_to_all
-        copies = 2 * in_heads * heads.out if recomputed or sliced else 0
-        if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
+        # The output and its gradient, copied from the received rows.
+        copies = 2 * in_heads * heads.out if recomputed else 0
+        if c.mesh.ring > 1:  # its sums include the output's gradient in head layout
             ring = self._ring_backward(c)
-            computing = -(-ring.workspace // chunks) + -(-(copies + received) // chunks)
-            stays -= d_out // chunks * sliced
-            return Buffers(-(-ring.comm // chunks), computing + (stays if recomputed or chunks > 1 else 0))
+            return Buffers(ring.comm, ring.workspace + copies + received + d_out * recomputed)
         kernel = self._kernel_backward(c) + copies
         computing = received + gradients + in_heads * heads.out * all_to_all + kernel
         sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
         # The kernel's saved tensors are freed before gradients are sent back.
         freed = 0 if recomputed else in_heads * (heads.q + heads.kv + heads.out)
-        returning = 2 * gradients + (result if chunks == 1 else 0) - freed
-        if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
+        returning = 2 * gradients + result - freed
+        if not recomputed:  # the incoming gradient is freed when it has been sent
             return Buffers(0, max(computing, d_out + sending, returning) if all_to_all else computing + d_out)
-        peaks = [computing, *((sending, returning) if all_to_all else ())]
-        return Buffers(0, stays + -(-max(peaks) // chunks))
+        return Buffers(0, d_out + max(computing, *((sending, returning) if all_to_all else ())))
+
+    def _of_slices(self, parts: tuple[Softmax, ...], c: CostContext) -> Buffers:
+        """Return the peak buffers of the widest slice, and the gradient of the layer's normed input.
+
+        A slice holds what its all-to-all received and its output's gradient until its own gradients are packed.
+        """
+        part = max(parts, key=lambda each: each.max_heads(c.mesh).q)
+        heads, mine, u = part.max_heads(c.mesh), part.local_heads(c.mesh), c.mesh.ulysses
+        in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b
+        gradients = in_heads * (heads.q + heads.kv)
+        held = gradients + in_tokens * (mine.out + c.d)
+        if c.mesh.ring > 1:
+            ring = part._ring_backward(c)
+            return Buffers(ring.comm, ring.workspace + held)
+        computing = gradients + in_heads * heads.out * (u > 1) + part._kernel_backward(c)
+        return Buffers(0, held + max(computing, 2 * gradients * (u > 1)))
 
     def _ring_backward(self, c: CostContext) -> Buffers:
-        """Return the buffers of a backward over a ring, of all head chunks together."""
+        """Return the buffers of a backward over a ring."""
         heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses
         block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
         # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
         sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
-        packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
+        packed = (
+            block if self._recomputes_all_to_all(c) or self.is_slice else 0
+        )  # the rank's own block, which otherwise is saved so
         blocks, gradients = self._in_flight(c)
         # First and last half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
         own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2
+        if heads.q_heads == 1:  # all at once, without copies
+            own = tokens * c.b * (heads.q + heads.kv) + self._kernel_backward(c)
         keys = 1.0 if c.job.documents else self.ring_schedule(c).keys
         arriving, leaving = max(1, blocks // 2) * block, max(2, gradients) * gradient
         tile = int(tokens * c.b * (heads.q + heads.kv * keys)) + self._kernel_backward(c, keys)
@@ -329,6 +354,14 @@ def _max_heads(layer: Softmax, tensor: int, ulysses: int) -> RankHeads:
     return RankHeads(
         q * layer.head_dim, kv * (layer.head_dim + layer.v_head_dim), q * layer.v_head_dim, q_heads=q, kv_heads=kv
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _slices(layer: Softmax, count: int) -> tuple[Softmax, ...]:
+    if count == 1:
+        return (layer,)
+    shards = split_groups(layer.q_heads, layer.kv_heads, count)
+    return tuple(replace(layer, q_heads=s.q_heads, kv_heads=s.kv_heads, is_slice=True) for s in shards)
 
 
 @functools.lru_cache(maxsize=64)

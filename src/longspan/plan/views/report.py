@@ -174,7 +174,7 @@ def _training(plan: Plan, shared: dict[str, Any]) -> dict[str, Any]:
 def _generation(plan: Plan, shared: dict[str, Any]) -> dict[str, Any] | None:
     """Return the keys for a prompt, or None if `generate` cannot run it."""
     job, memory = plan.job, changed(plan.job.memory)
-    if plan.mesh.data > 1 or job.batch > 1 or memory.keys() & {"tiled", "head_chunks", "cpu_offload"}:
+    if plan.mesh.data > 1 or job.batch > 1 or memory.keys() & {"tiled", "head_slices", "cpu_offload"}:
         return None
     # A config alone has no weights: name its folder.
     model = weights_of(plan.model.name) or str(_config_file(plan.model.name).parent)

@@ -1,0 +1,196 @@
+"""Attention in slices of its heads: every gradient against the same model in one slice, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.attn.methods.local import LocalAttention
+from longspan.comm.mesh import MeshGroups
+from longspan.core import tile_sizes
+from longspan.core.errors import LongspanError
+from longspan.core.heads import slices_of
+from longspan.core.memory import FASTEST, LONGEST, Memory
+from tests.choose import confirming
+from tests.fakes import fake_world
+from tests.models import Case, batch, build, compare_cases, gradients, truth_of
+from tests.pool import RankPool
+
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+# Slices that share KV heads, and uneven ones; norms per head, sinks, fused projections, gates, latent vectors.
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama": ({**EIGHT, "attention_bias": True}, 3),
+    "Qwen3": (EIGHT, 8),
+    "GptOss": (EIGHT, 8),
+    "Phi3": (EIGHT, 8),
+    "DeepseekV3": ({}, 2),
+    "Qwen3Next": ({}, 4),
+    "Gemma2": ({}, 4),
+    "Glm4": ({"attention_bias": True}, 2),
+    "DeepseekV2": ({}, 4),
+    "GPTNeoX": ({}, 2),
+    "Llama4Text": ({}, 2),
+}
+CONFIRMING = "Gemma2", "Glm4", "DeepseekV2", "GPTNeoX", "Llama4Text"
+
+
+@pytest.mark.parametrize("family", [*(f for f in FAMILIES if f not in CONFIRMING), *confirming(CONFIRMING)])
+def test_gradients_equal_those_of_one_slice(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64, with what each way of checkpointing saves. Norms of some families compute in fp32 all the same."""
+    monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))
+    changes, slices = FAMILIES[family]
+    model = build(family, **changes).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    limit = 1e-6 if family in ("DeepseekV3", "DeepseekV2", "Qwen3Next", "Llama4Text", "Qwen3") else 1e-12
+    truth = _gradients(copy.deepcopy(model), FASTEST)
+    for memory in (
+        Memory(head_slices=slices),
+        Memory(checkpointing="full", tiled=True, head_slices=slices),
+        Memory(checkpointing="selective", head_slices=slices),
+        Memory(checkpointing="grouped", head_slices=slices),
+    ):
+        made = copy.deepcopy(model)
+        found = _gradients(made, memory)
+        assert all(sliced.cut is not None for sliced in made.longspan_state.memory.sliced.values())
+        for name, gradient in truth.items():
+            torch.testing.assert_close(found[name], gradient, rtol=limit, atol=limit * float(gradient.abs().max()))
+
+
+def _gradients(model: Any, memory: Memory, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    longspan.parallelize(model, ONE_DEVICE, memory=memory).train()
+    model(**(inputs or batch(rows=2))).loss.backward()
+    return gradients(model)
+
+
+def _lora(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _in_4_bits(model: Any) -> Any:
+    bnb = pytest.importorskip("bitsandbytes")
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            old = getattr(layer.self_attn, name)
+            made = bnb.nn.Linear4bit(
+                old.in_features, old.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+            )
+            made.weight = bnb.nn.Params4bit(old.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
+            made.quant_state = made.weight.quant_state
+            setattr(layer.self_attn, name, made)
+    return _lora(model)
+
+
+@pytest.mark.parametrize("kind", ["lora", "frozen", "4 bits"])
+def test_weights_that_are_not_trained(kind: str) -> None:
+    def make() -> Any:
+        model = build("Llama", **EIGHT, **({"hidden_size": 64} if kind == "4 bits" else {}))
+        if kind == "4 bits":
+            return _in_4_bits(model)
+        for module in (
+            model.model.embed_tokens,
+            model.model.layers[0].self_attn,
+            model.model.layers[0].input_layernorm,
+        ):
+            module.requires_grad_(kind == "lora")
+        return _lora(model.double()) if kind == "lora" else model.double()
+
+    truth, limit = _gradients(make(), FASTEST), 1e-4 if kind == "4 bits" else 1e-6
+    for memory in (Memory(head_slices=4), LONGEST, Memory(checkpointing="selective", tiled=True, head_slices=2)):
+        found = _gradients(make(), memory)
+        assert found.keys() == truth.keys()
+        for name, gradient in truth.items():
+            torch.testing.assert_close(found[name], gradient, rtol=limit, atol=limit * float(gradient.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On ranks.
+
+# With 4 Ulysses ranks a slice has fewer KV heads than there are ranks.
+ON_4: list[Case] = [
+    ({"ulysses": 4}, {"memory": "longest"}),
+    ({"ring": 2, "ulysses": 2}, {"memory": Memory(checkpointing="selective", tiled=True, head_slices=3)}),
+    ({"data": 2, "ulysses": 2}, {"memory": Memory(head_slices=0), "fsdp": False}),
+    ({"ring": 4}, {"memory": "longest"}),
+]
+
+
+@pytest.mark.parametrize("family", ["Llama", *confirming(["GptOss", "DeepseekV3"])])
+def test_on_four_ranks(pool4: RankPool, family: str) -> None:
+    make = functools.partial(build, family, **({} if family == "DeepseekV3" else EIGHT), attention_bias=True)
+    pool4.run(compare_cases, make, ON_4, truth_of(make(), batch()), timeout=180)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How often a kernel runs, and where there are no slices.
+
+
+@pytest.mark.parametrize(
+    ("memory", "runs"),
+    [
+        (Memory(head_slices=4), 1),
+        (Memory(checkpointing="full", head_slices=4), 2),
+        (Memory(checkpointing="selective", head_slices=4), 1),
+    ],
+)
+def test_how_often_the_kernel_of_a_slice_runs(memory: Memory, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+    plain = LocalAttention.forward
+
+    def counted(self: Any, q: Tensor, *args: Any) -> Any:
+        calls.append(q.shape[1])
+        return plain(self, q, *args)
+
+    monkeypatch.setattr(LocalAttention, "forward", counted)
+    model = build("Llama", **EIGHT)
+    _gradients(model, memory)
+    assert calls == [2] * (2 * 4 * runs)  # of two heads, in two layers
+    calls.clear()
+    with torch.no_grad():
+        model.eval()(**batch())
+    assert all(heads == 8 for heads in calls)
+
+
+def test_a_kernel_that_returns_no_log_sum_exp_runs_again() -> None:
+    made = {}
+    for slices in (1, 4):
+        model = longspan.parallelize(
+            build("Llama", **EIGHT), ONE_DEVICE, kernel="sdpa", memory=Memory(checkpointing="full", head_slices=slices)
+        ).train()
+        model(**batch()).loss.backward()
+        made[slices] = gradients(model)
+    for name, gradient in made[1].items():
+        torch.testing.assert_close(made[4][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_slices_are_at_most_the_query_heads_of_a_rank() -> None:
+    assert [slices_of(asked, 32, 8) for asked in (0, 1, 2, 9)] == [4, 1, 2, 4]
+    assert slices_of(0, 128, 1) == 8 and slices_of(0, 2, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("GPT2", "no tensor-parallel plan"), ("Olmo2", "normalizes all heads together")]
+)
+def test_attention_that_cannot_be_sliced(family: str, reason: str) -> None:
+    with pytest.raises(LongspanError, match=f"head_slices=2.*{reason}.*use `head_slices=1`"):
+        longspan.parallelize(build(family), ONE_DEVICE, memory=Memory(head_slices=2))
+    model = longspan.parallelize(build(family), ONE_DEVICE, memory="longest")
+    assert not model.longspan_state.memory.sliced
+
+
+def test_slices_beside_a_tensor_axis_are_refused() -> None:
+    with fake_world(0, 2), pytest.raises(LongspanError, match="head_slices=2 .*tensor=2.*use head_slices=1"):
+        sp = longspan.SequenceSharding(longspan.init_mesh(tensor=2))
+        longspan.parallelize(build("Llama", vocab_size=64), sp, memory=Memory(head_slices=2))
