@@ -126,7 +126,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         memory = {
             "checkpointing": rng.choice(["none", "selective", "full", "grouped"]),
             "tiled": maybe(0.4, True),
-            "head_slices": maybe(0.4, 0, 2),
+            "head_slices": maybe(0.4, 0),
         }
         memory = _given(memory)
     options = {
