@@ -197,6 +197,7 @@ class MemoryManager(Stage):
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
         self.sliced = dict[str, SlicedAttention]()
+        self.sliceable = auto is not None and bool(modules.head_cuts(0, sp))
         self.set(memory, store, "as parallelize was asked")
 
     def set(self, memory: Memory, store: Store | None, why: str) -> None:
@@ -291,7 +292,7 @@ class MemoryManager(Stage):
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
         if self.modules.untiled is not None:
             fixed["tiled"] = False
-        if not self.modules.head_cuts(0, self.sp):
+        if not self.sliceable:
             fixed["head_slices"] = 1
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"

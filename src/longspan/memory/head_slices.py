@@ -115,7 +115,8 @@ class SlicedAttention:
             )
         more = (args[1:], kwargs) if args else ((), {k: x for k, x in kwargs.items() if k != name})
         source = InputSource.of(hidden) if torch.is_grad_enabled() else None
-        call = _Call(self, cut, more[0], more[1], named=not args)
+        saves = self.attention.saves_lse and torch.is_grad_enabled()
+        call = _Call(self, cut, more[0], more[1], named=not args, saves=saves)
         out = _Sliced.apply(call, source, hidden, *dict(self.module.named_parameters()).values())  # type: ignore[no-untyped-call]
         return (out, *call.rest) if call.rest is not None else out
 
@@ -129,6 +130,7 @@ class _Call:
     args: tuple[Any, ...]  # behind the hidden states
     kwargs: dict[str, Any]
     named: bool  # whether the hidden states are a keyword argument
+    saves: bool  # whether the slices save what their attentions compute
     rest: tuple[Any, ...] | None = None  # what the module returns behind its output; None if it returns a tensor
 
     def run(
@@ -257,7 +259,7 @@ class _Sliced(torch.autograd.Function):
         total, each = _Sum(call, weights), list[list[Any]]()
         for number in range(cut.count):
             own = {name: cut.part(name, x, number) for name, x in weights.items()}
-            saves = SliceCall(layer_call) if attention.saves_lse else None
+            saves = SliceCall(layer_call) if call.saves else None
             # Nothing needs a gradient here; only with gradients enabled does the attention save anything.
             with torch.set_grad_enabled(saves is not None):
                 out = call.run(number, hidden.detach(), own, total.adder(own), saves)
