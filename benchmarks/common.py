@@ -27,7 +27,7 @@ from benchmarks.timing import alternate as alternate
 from longspan.bench.timing import DTYPES as DTYPES
 from longspan.comm.agree import gather_objects
 from longspan.ranks import launch
-from longspan.ranks.job import join_group
+from longspan.ranks.job import join_process_group
 from longspan.tracing.record import exported_events
 from tests.counting import Sent
 
@@ -58,7 +58,7 @@ def run_ranks(body: Callable[..., Any], world: int, *args: Any, env: dict[str, s
 
 def _rank(body: Callable[..., Any], args: Sequence[Any]) -> Any:
     torch.set_num_threads(1)
-    if join_group("cuda" if torch.cuda.is_available() else "cpu") is None:
+    if join_process_group("cuda" if torch.cuda.is_available() else "cpu") is None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     value = body(*args)
     dist.barrier()

@@ -16,7 +16,7 @@ from longspan import cli
 from longspan.comm.agree import open_together
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences
-from longspan.ranks.job import FOLDER, VARIABLES, join_group, read_job
+from longspan.ranks.job import FOLDER, VARIABLES, join_process_group, read_job
 from tests.pool import RankPool, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -107,11 +107,11 @@ def test_a_job_that_does_not_run_is_refused_within_the_timeout(monkeypatch: pyte
     port = _free_port()
     _describe(monkeypatch, 1, 2, port)
     with pytest.raises(LongspanError, match=rf"did not arrive within 1 s: .*RANK=1, .*MASTER_PORT={port}.*unset RANK"):
-        join_group("cpu", 1)
+        join_process_group("cpu", 1)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(LongspanError, match=r"^ranks 0, 2 of 3 did not arrive within 1 s.*unset RANK"):
-        join_group("cpu", 1)
+        join_process_group("cpu", 1)
 
 
 def _command(job: dict[str, str], command: list[str]) -> tuple[int, str]:

@@ -22,7 +22,7 @@ import pytest
 from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
 from longspan.ranks import job, launch
-from longspan.ranks.job import FOLDER, Job, join_group, read_job
+from longspan.ranks.job import FOLDER, JobRank, join_process_group, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from tests.command import ForkedLauncher, launch_forked
 from tests.fakes import fake_world
@@ -57,7 +57,7 @@ def _end_while_others_wait(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    join_group("cpu")
+    join_process_group("cpu")
     dist.barrier()
     if dist.get_rank() == 1:
         if how == "kill":
@@ -306,7 +306,7 @@ STEP = {
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_under_srun(monkeypatch, **STEP)
     assert launch.is_started_rank() and not launch.is_first_local_rank()
-    assert read_job() == Job(9, 12, 1, 0)
+    assert read_job() == JobRank(9, 12, 1, 0)
     assert os.environ["LOCAL_RANK"] == "1"  # where other libraries look
     _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert launch.is_started_rank() and launch.is_first_rank()
@@ -328,11 +328,11 @@ def test_a_batch_script_and_a_single_task_are_no_job(monkeypatch: pytest.MonkeyP
         assert read_job() is None and "RANK" not in os.environ
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
     _as_under_srun(monkeypatch, **{**STEP, **torchrun})  # torchrun as a task of srun
-    assert read_job() == Job(1, 2, 1, 0)
+    assert read_job() == JobRank(1, 2, 1, 0)
 
 
-def _a_job(local_rank: int) -> Job:
-    return Job(local_rank, 8, local_rank, 8)
+def _a_job(local_rank: int) -> JobRank:
+    return JobRank(local_rank, 8, local_rank, 8)
 
 
 def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_only_one() -> None:
@@ -364,15 +364,15 @@ def test_a_group_with_gpus_also_has_gloo_and_is_bound_to_its_device(monkeypatch:
         monkeypatch.setenv(name, "3")
     for name, value in {"WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert join_group("cuda", None, 900) == asked["store"] == "a store"
+    assert join_process_group("cuda", None, 900) == asked["store"] == "a store"
     assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["device_id"] == asked["current"] == torch.device("cuda:3")
     assert asked["timeout"].total_seconds() == 900 and asked["host"] == job.HOST_TIMEOUT_S
     assert "bound" not in asked
     monkeypatch.setenv(FOLDER, "/nowhere")
-    join_group("cuda", None, 900)
+    join_process_group("cuda", None, 900)
     assert asked["bound"] == "properties of cuda:3"
     asked.clear()
-    join_group("cpu", None, 900)
+    join_process_group("cpu", None, 900)
     assert asked["backend"] == "gloo" and asked["device_id"] is None and not asked.keys() & {"current", "bound"}
 
 

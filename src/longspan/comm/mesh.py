@@ -24,7 +24,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, Axes, ParallelConfig, axes_of_width, widths_of
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_number, format_value
-from longspan.ranks.job import HOST_TIMEOUT_S, join_group, read_job
+from longspan.ranks.job import HOST_TIMEOUT_S, join_process_group, read_job
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
@@ -162,7 +162,7 @@ def _join(axes: Axes, device_type: str | None = None, timeout: float | None = No
         if world == 1:
             return MeshGroups(device_type)
         default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
-        join_group(device_type, timeout, timeout or default_s)
+        join_process_group(device_type, timeout, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(axes.degrees.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
         copy_job_timeout(group)

@@ -37,8 +37,8 @@ GROUP_TIMEOUT_S = 24 * 3600
 HOST_TIMEOUT_S = 2 * 3600
 
 
-class Job(NamedTuple):
-    """A rank's place in its job; `local_world_size` is 0 if unknown."""
+class JobRank(NamedTuple):
+    """A rank, its place in its job; `local_world_size` is 0 if unknown."""
 
     rank: int
     world_size: int
@@ -62,7 +62,7 @@ class Timeouts:
         check_number("start_timeout", self.start_timeout, 1, LONGEST_WAIT_S, whole=True)
 
 
-def read_job() -> Job | None:
+def read_job() -> JobRank | None:
     """Return this process's place in the job that the environment describes; None if it describes none."""
     _adopt_slurm_step()
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -71,7 +71,7 @@ def read_job() -> Job | None:
     given = {name: os.environ.get(name, "") for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     with contextlib.suppress(ValueError):
         rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), int(given.get("MASTER_PORT", "1"))
-        job = Job(rank, world_size, int(given["LOCAL_RANK"] or 0), int(given["LOCAL_WORLD_SIZE"] or 0))
+        job = JobRank(rank, world_size, int(given["LOCAL_RANK"] or 0), int(given["LOCAL_WORLD_SIZE"] or 0))
         if 0 <= rank < world_size and 0 < port < 65536 and min(job) >= 0 and all(given[name] for name in needed):
             return job
     described = ", ".join(f"{name}={text}" for name, text in given.items())
@@ -104,7 +104,7 @@ def _adopt_slurm_step() -> None:
 # --- the process group
 
 
-def join_group(device_type: str, start_s: float | None = None, timeout_s: float = GROUP_TIMEOUT_S) -> Any:
+def join_process_group(device_type: str, start_s: float | None = None, timeout_s: float = GROUP_TIMEOUT_S) -> Any:
     """Wait for the other ranks and make torch's default process group; return its store. Collective.
 
     Return None if there is a group already, or only one rank. With GPUs the group has two backends, NCCL for CUDA
@@ -141,7 +141,7 @@ def join_group(device_type: str, start_s: float | None = None, timeout_s: float 
     return store
 
 
-def _meet(job: Job, start_s: float) -> Any:
+def _meet(job: JobRank, start_s: float) -> Any:
     """Return the job's store once every rank has connected to it."""
     import torch.distributed as dist
 
@@ -181,7 +181,7 @@ def _meet(job: Job, start_s: float) -> Any:
     )
 
 
-def device_index(job: Job, gpus: int) -> int:
+def device_index(job: JobRank, gpus: int) -> int:
     """Return the index of this rank's GPU: its local rank, or 0 if it sees only one (`srun --gpus-per-task 1`)."""
     if gpus == 1:
         return 0

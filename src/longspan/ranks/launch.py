@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
-from longspan.ranks.job import CPU_TIMEOUT_S, FOLDER, GPU_TIMEOUT_S, join_group, read_job, use_loopback
+from longspan.ranks.job import CPU_TIMEOUT_S, FOLDER, GPU_TIMEOUT_S, join_process_group, read_job, use_loopback
 from longspan.ranks.watch import Watch
 
 if TYPE_CHECKING:
@@ -346,7 +346,11 @@ def _report(end: Any) -> None:
 
 @contextlib.contextmanager
 def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Watch]:
-    """Make the job's process group, and watch its ranks while this context lasts: put it around a rank's whole job."""
+    """Make the job's process group, and watch its ranks while this context lasts: put it around a rank's whole job.
+
+    `join_process_group` waits until all ranks have met in a file of the launcher's folder, or at torchrun's address,
+    and calls `init_process_group`. One rank alone has no group.
+    """
     import torch
     import torch.distributed as dist
 
@@ -356,7 +360,7 @@ def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iter
         end_with_parent(os.getppid())
     gpus = torch.cuda.is_available()
     with stdout_to_stderr():
-        store = join_group("cuda" if gpus else "cpu", start_s)
+        store = join_process_group("cuda" if gpus else "cpu", start_s)
     if store is None:
         yield Watch()
         return

@@ -29,10 +29,3 @@ def run(argv: list[str]) -> int:
     from longspan.train.command import run
 
     return run(argv)
-
-
-def rank(argv: list[str]) -> None:
-    """Run a rank of `longspan train`. Its process imports the libraries here, where what they print is hidden."""
-    from longspan.train.command import train
-
-    train(argv)

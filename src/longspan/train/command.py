@@ -19,7 +19,6 @@ from typing import Any
 import trl
 from transformers import EarlyStoppingCallback
 
-import longspan.train
 from longspan.checkpoint import read_verified
 from longspan.comm.agree import open_together
 from longspan.comm.mesh import SequenceSharding
@@ -64,7 +63,7 @@ class _Opened:
 def run(argv: list[str]) -> int:
     """Train on ranks started here or by torchrun, and return 0; raise as `longspan.ranks.launch.launch`."""
     settings = read(argv)
-    ours = settings.ours
+    ours = settings.ours  # `ours.parallel`: the `ParallelConfig` of --data, --ring, --ulysses and --tensor
     launch.check_started(ours.parallel.ranks, str(ours.parallel))
     if ours.max_restarts and (ours.parallel.ranks == 1 or launch.is_started_rank()):
         raise LongspanError(
@@ -81,7 +80,7 @@ def run(argv: list[str]) -> int:
             return 0
     for restart in range(ours.max_restarts + 1):
         try:
-            launch.launch(longspan.train.rank, argv, nproc=ours.parallel.ranks, grace_s=ours.grace)
+            launch.launch(train, argv, nproc=ours.parallel.ranks, grace_s=ours.grace)
             break
         except launch.RankFailed as error:
             if restart == ours.max_restarts:
@@ -128,7 +127,7 @@ def _facts(opened: _Opened) -> dict[str, Any]:
 
 
 def train(argv: list[str]) -> None:
-    """Train on one rank. Collective."""
+    """Join the job, and train on one rank: what `launch` runs in each process. Collective."""
     settings = read(argv)
     ours = settings.ours
     with launch.joined(ours.timeouts.timeout, ours.timeouts.start_timeout) as watch:
