@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from longspan.hf.batch.shard import shard_batch as shard_batch
     from longspan.hf.batch.trees import pack_tree as pack_tree
     from longspan.hf.cache.kv_cache import ShardedCache as ShardedCache
+    from longspan.hf.compile import compile_layers as compile_layers
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.forward.mixer_functions import register_mixer as register_mixer
     from longspan.hf.loading import from_pretrained as from_pretrained
-    from longspan.hf.memory import compile_layers as compile_layers
     from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
     from longspan.hf.parallelize import parallelize as parallelize
     from longspan.hf.state import explain as explain
@@ -54,7 +54,7 @@ _DEFINED_IN = {
     "TreeMask": "longspan.attn.mask",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
-    "compile_layers": "longspan.hf.memory",
+    "compile_layers": "longspan.hf.compile",
     "dsp": "longspan.attn.methods.dsp",
     "elastic_batches": "longspan.elastic.batches",
     "explain": "longspan.hf.state",

@@ -14,8 +14,8 @@ import longspan
 from longspan.attn.methods.head_chunks import ChunkedUlysses
 from longspan.attn.methods.local import LocalAttention
 from longspan.comm.all_to_all import AllToAll
+from longspan.comm.link import AllToAllLink, choose_overlap_chunks
 from longspan.core.errors import LongspanError
-from longspan.core.routes import AllToAllLink, choose_overlap_chunks
 from tests.attn.attention import one_device
 from tests.counting import count_sent
 from tests.fakes import fake_world

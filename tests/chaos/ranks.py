@@ -24,6 +24,7 @@ from typing import Any
 
 from longspan.cli import main as cli_main
 from longspan.ranks.job import VARIABLES
+from longspan.train import command
 from tests.chaos.counts import Budget, Counts, Outcome
 from tests.train.training import Job, small_job
 
@@ -88,11 +89,12 @@ def base_config(folder: Path, **changes: Any) -> Job:
 
 def run_here(path: Path) -> int:
     """Run a job as the command line does, with its fault."""
-    from longspan.train import command
-
     argv, fault = pickle.loads(path.read_bytes())
     command.train = _Rank(fault, path.parent)  # type: ignore[assignment]
     return cli_main(["train", *argv])
+
+
+_train = command.train  # before it is replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +105,6 @@ class _Rank:
     folder: Path
 
     def __call__(self, argv: list[str]) -> None:
-        from longspan.train.command import train  # not replaced in a rank's process
-
         rank = int(os.environ["RANK"])
         (self.folder / f"rank-{rank}").write_text(str(os.getpid()))
         fault = self.fault
@@ -112,7 +112,7 @@ class _Rank:
             argv = [*argv, *(word for key, value in fault.how.items() for word in (f"--{key}", str(value)))]
         if fault is not None and fault.rank == rank and fault.kind == "leave":
             _leave_in_step(fault)
-        train(argv)
+        _train(argv)
 
 
 def _leave_in_step(fault: Fault) -> None:

@@ -31,12 +31,13 @@ from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
 from longspan.attn.score import ScoreKind, Scores
 from longspan.attn.shapes import Shapes
+from longspan.comm.link import choose_overlap_chunks
 from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads
 from longspan.core.layout import Layout, Lengths
 from longspan.core.regions import intersections
-from longspan.core.routes import choose_overlap_chunks, ring_routes
+from longspan.core.routes import ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -1,17 +1,37 @@
-"""Measure the all-to-all of a Ulysses group that spans hosts, to choose how many chunks overlap with attention."""
+"""Measure the all-to-all of a Ulysses group that spans hosts; choose in how many chunks of heads it overlaps with
+attention: `overlap_chunks="auto"`.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from longspan.core.routes import AllToAllLink
+OVERLAPPED_CHUNKS = 4
+"""Chunks of heads for `overlap_chunks="auto"`: a quarter of an all-to-all that attention hides stays exposed."""
+
+CHUNK_START_S = 1e-4
+"""Seconds that each further chunk costs besides its message: kernel launches and copies."""
+
+MIN_TIME_OVER_OVERHEAD = 8
+"""Use chunks if the all-to-all takes at least this many times as long as the overhead that chunks add. If nothing
+overlaps with it, at most an eighth of its time is lost; if enough does, three quarters are hidden.
+"""
 
 _SHORT_BYTES, _LONG_BYTES = 4 << 10, 1 << 20
 """Buffers of the two all-to-alls that are timed: the short one for latency, the long one for bandwidth."""
+
+
+@dataclass(frozen=True)
+class AllToAllLink:
+    """The measured time of an all-to-all of a Ulysses group: of an empty message, and per byte of a rank's buffer."""
+
+    start_s: float
+    per_byte_s: float
 
 
 def measure_link(
@@ -30,6 +50,18 @@ def measure_link(
     times = [_seconds(size, ulysses_group, device) for size in (_SHORT_BYTES, _LONG_BYTES)]
     short, long = _largest(times, model_group, device)
     return AllToAllLink(short, max(0.0, long - short) / (_LONG_BYTES - _SHORT_BYTES))
+
+
+def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
+    """Resolve `overlap_chunks="auto"`: several if the all-to-all of a rank's q, k and v takes long.
+
+    `link` is None inside one host, where chunks gain nothing.
+    """
+    if link is None:
+        return 1
+    added = (OVERLAPPED_CHUNKS - 1) * (link.start_s + CHUNK_START_S)
+    takes = link.start_s + sent_bytes * link.per_byte_s
+    return OVERLAPPED_CHUNKS if takes >= MIN_TIME_OVER_OVERHEAD * added else 1
 
 
 def _largest(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

@@ -1,4 +1,4 @@
-"""What attention sends: keys and values around a ring (how far), heads in how many chunks."""
+"""How far each KV block is sent around a ring. Standard library only: the planner uses it without torch."""
 
 from __future__ import annotations
 
@@ -79,35 +79,3 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
             change[0] += 1
             change[stop - size] -= 1
     return tuple(itertools.accumulate(change[:size]))
-
-
-OVERLAPPED_CHUNKS = 4
-"""Chunks of heads for `overlap_chunks="auto"`: a quarter of an all-to-all that attention hides stays exposed."""
-
-CHUNK_START_S = 1e-4
-"""Seconds that each further chunk costs besides its message: kernel launches and copies."""
-
-MIN_TIME_OVER_OVERHEAD = 8
-"""Use chunks if the all-to-all takes at least this many times as long as the overhead that chunks add. If nothing
-overlaps with it, at most an eighth of its time is lost; if enough does, three quarters are hidden.
-"""
-
-
-@dataclass(frozen=True)
-class AllToAllLink:
-    """The measured time of an all-to-all of a Ulysses group: of an empty message, and per byte of a rank's buffer."""
-
-    start_s: float
-    per_byte_s: float
-
-
-def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
-    """Resolve `overlap_chunks="auto"`: several if the all-to-all of a rank's q, k and v takes long.
-
-    `link` is None inside one host, where chunks gain nothing.
-    """
-    if link is None:
-        return 1
-    added = (OVERLAPPED_CHUNKS - 1) * (link.start_s + CHUNK_START_S)
-    takes = link.start_s + sent_bytes * link.per_byte_s
-    return OVERLAPPED_CHUNKS if takes >= MIN_TIME_OVER_OVERHEAD * added else 1

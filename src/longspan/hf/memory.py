@@ -34,11 +34,10 @@ from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import draws, final_norm
 from longspan.hf.model.vision import tower_blocks
-from longspan.hf.state import state_of
 from longspan.hf.weights.attention_slices import AttentionSlices
 from longspan.hf.weights.experts import most_tiles
 from longspan.memory.activations import NormedLinear, RecomputedActivations
-from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerGroups, forward_of
+from longspan.memory.checkpointing import CheckpointedLayer, LayerGroups
 from longspan.memory.head_slices import HeadCut, SlicedAttention
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
@@ -319,31 +318,6 @@ class MemoryManager(Stage):
         inputs, _ = layers_held(len(self.layers), self.groups.per_checkpoint)
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)
         self.store.reserve(per_token * call.info.rows * call.info.local_length)
-
-
-def compile_layers(model: nn.Module, **options: Any) -> None:
-    """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
-
-    Each layer is compiled by itself, inside its activation checkpoint. Graphs break at attention, at collectives and at
-    modules that run tile by tile: these run uncompiled, so every memory option stays, and no logits are computed.
-    Without gradients, in `model.eval()` and in generation, layers are not compiled.
-
-        model = longspan.parallelize(model, sp, memory="longest")
-        longspan.compile_layers(model, dynamic=True)
-
-    Args:
-        model: as `longspan.parallelize` returned it.
-        options: of `torch.compile`; not `fullgraph=True`, as there are several graphs.
-
-    Raises:
-        LongspanError: for a model that is not parallelized.
-    """
-    state = state_of(model)
-    compiled = functools.cache(lambda forward: torch.compile(forward, **options))  # once for all layers of a class
-    for layer in state.memory.layers:
-        setattr(layer, COMPILED, compiled(type(layer).forward))
-        if not isinstance(layer.forward, CheckpointedLayer):
-            layer.forward = lambda *args, layer=layer, **kwargs: forward_of(layer)(layer, *args, **kwargs)
 
 
 def _bindings(layer: nn.Module) -> list[LayerBinding]:
