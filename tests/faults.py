@@ -54,8 +54,8 @@ class FaultNotFound(Exception):
 
 FAULTS = (
     # core: arithmetic of heads, layouts, masks
-    Fault("last_kv_head_of_a_rank", "core/heads.py", "start // group, -(-stop // group)",
-          "start // group, max(start // group + 1, stop // group)", "tests/core/test_layout.py -k heads"),
+    Fault("last_kv_head_of_a_rank", "core/heads.py", "start // per_kv, -(-stop // per_kv)",
+          "start // per_kv, max(start // per_kv + 1, stop // per_kv)", "tests/core/test_layout.py -k heads"),
     Fault("zigzag_takes_the_second_half_in_order", "core/layout.py",
           "((last - i) * half, (last - i + 1) * half)", "((i + ring) * half, (i + ring + 1) * half)",
           "tests/attn/test_ring.py -k balances"),
@@ -270,8 +270,8 @@ FAULTS = (
     Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", "shard_elements(parameters, f, c.mesh.tensor) * (f - 1)",
           "shard_elements(parameters, f, c.mesh.tensor) * f",
           "tests/plan/test_counts.py -k training_step"),
-    Fault("ulysses_bytes_of_all_ranks", "plan/layers/messages.py", "rows * (all_packed - packed), forwards",
-          "rows * all_packed, forwards", "tests/plan/test_counts.py -k ulysses_attention"),
+    Fault("ulysses_bytes_of_all_ranks", "plan/layers/messages.py", "rows * (all_packed - packed), of_q",
+          "rows * all_packed, of_q", "tests/plan/test_counts.py -k ulysses_attention"),
     Fault("window_costs_its_context", "plan/layers/attended_keys.py", "w * (w + 1) / 2 + (float(n) - w) * w",
           "float(n) * w", "tests/plan/test_plan.py -k count_their_pairs"),
     Fault("returned_gradients_are_free", "plan/layers/attended_keys.py", "gradients = 3 * sides if",

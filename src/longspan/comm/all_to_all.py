@@ -15,7 +15,7 @@ are the whole sequence. So scattering copies when it packs and not when it recei
 Gradients of a replicated head are summed in fp32.
 
 Shape suffixes: S tokens of the sequence, L = S/P tokens of a rank, B batch, H heads, h heads of one rank, D elements of
-a head, W packed row, P ranks, R ranks that hold the same heads, G groups of such ranks.
+a head, W packed row, P ranks, G equal parts of a tensor's heads, R ranks that hold the same part.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def scatter_heads(
         kinds: for each tensor "q" or "kv": whether it has query heads or KV heads.
         shards: the heads of each rank of `group`. A KV head in two shards is sent twice, and its gradient is the sum
             of what the two ranks return.
-        group: the Ulysses group.
+        group: the ranks of the Ulysses axis.
 
     Returns:
         `[S, B, W]`: for every token of the sequence the local heads of the first tensor, then those of the second, ...
@@ -208,49 +208,52 @@ def _split_rows(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) -> 
     return views
 
 
-def _pair_groups(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
+def _pair_parts(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
     """View a packed buffer as `[G, R, L, B, h, D]` of each tensor, and the tensor as `[G, L, B, h, D]`.
 
     So one copy serves all ranks: with 2 KV heads over 4 ranks, G = 2 and R = 2. None unless each tensor is cut into G
-    equal parts, each of whose heads (or the same chunk of each) are held by R neighbouring ranks.
+    equal parts, and R neighbouring ranks hold the heads of each (or the same chunk of each).
     """
-    groups = _groups(spans, tuple(x.shape[2] for x in xs_BLHD))
-    if groups is None:
+    cuts = _regular_cuts(spans, tuple(x.shape[2] for x in xs_BLHD))
+    if cuts is None:
         return None
     batch, tokens = xs_BLHD[0].shape[:2]
-    widths = [of.heads * x.shape[3] for of, x in zip(groups, xs_BLHD, strict=True)]
+    widths = [cut.heads * x.shape[3] for cut, x in zip(cuts, xs_BLHD, strict=True)]
     parts_PLBW = packed.view(len(spans), tokens, batch, -1).split(widths, 3)
     return [
         (
-            part_PLBW.unflatten(3, (of.heads, x_BLHD.shape[3])).unflatten(0, (of.number, of.ranks)),
-            x_BLHD.unflatten(2, (of.number, of.step))[:, :, :, of.first : of.first + of.heads].permute(2, 1, 0, 3, 4),
+            part_PLBW.unflatten(3, (cut.heads, x_BLHD.shape[3])).unflatten(0, (cut.parts, cut.copies)),
+            x_BLHD.unflatten(2, (cut.parts, cut.step))[:, :, :, cut.first : cut.first + cut.heads].permute(
+                2, 1, 0, 3, 4
+            ),
         )
-        for part_PLBW, of, x_BLHD in zip(parts_PLBW, groups, xs_BLHD, strict=True)
+        for part_PLBW, cut, x_BLHD in zip(parts_PLBW, cuts, xs_BLHD, strict=True)
     ]
 
 
-class _Groups(NamedTuple):
-    """How the heads of a tensor are cut."""
+class _RegularCut(NamedTuple):
+    """How the heads of a tensor are cut into equal parts."""
 
-    number: int  # groups of ranks that hold the same heads
-    ranks: int  # ranks of a group: copies of its heads
-    heads: int  # heads of a group
-    first: int  # the first group's first head
-    step: int  # heads from one group to the next
+    parts: int
+    copies: int  # neighbouring ranks that hold the same part
+    heads: int  # that a rank holds of its part
+    first: int  # the first of these in part 0
+    step: int  # heads of a part
 
 
 @functools.lru_cache(maxsize=256)
-def _groups(spans: HeadSpans, heads: tuple[int, ...]) -> tuple[_Groups, ...] | None:
-    groups = []
+def _regular_cuts(spans: HeadSpans, heads: tuple[int, ...]) -> tuple[_RegularCut, ...] | None:
+    """Return the cut of each tensor, of so many heads; None if one is cut otherwise."""
+    cuts = []
     for total, of_tensor in zip(heads, zip(*spans, strict=True), strict=True):
-        (start, stop), ranks = of_tensor[0], of_tensor.count(of_tensor[0])
-        count = len(spans) // ranks
-        step = total // count
-        expected = ((i // ranks * step + start, i // ranks * step + stop) for i in range(len(spans)))
-        if start == stop or stop > step or step * count != total or of_tensor != tuple(expected):
+        (start, stop), copies = of_tensor[0], of_tensor.count(of_tensor[0])
+        parts = len(spans) // copies
+        step = total // parts
+        expected = ((i // copies * step + start, i // copies * step + stop) for i in range(len(spans)))
+        if start == stop or stop > step or step * parts != total or of_tensor != tuple(expected):
             return None
-        groups.append(_Groups(count, ranks, stop - start, start, step))
-    return tuple(groups)
+        cuts.append(_RegularCut(parts, copies, stop - start, start, step))
+    return tuple(cuts)
 
 
 def copy_wide(into: Tensor, x: Tensor) -> None:
@@ -272,9 +275,9 @@ def _alignment(x: Tensor) -> int:
 def _pack(xs_BLHD: Sequence[Tensor], spans: HeadSpans, elements: int) -> Tensor:
     """Copy the heads of each rank into one send buffer, rank after rank. Every element is copied once."""
     send = xs_BLHD[0].new_empty(elements)
-    groups = _pair_groups(send, spans, xs_BLHD)
-    if groups is not None:
-        for part_GRLBhD, x_GLBhD in groups:
+    pairs = _pair_parts(send, spans, xs_BLHD)
+    if pairs is not None:
+        for part_GRLBhD, x_GLBhD in pairs:
             copy_wide(part_GRLBhD, x_GLBhD.unsqueeze(1))
         return send
     for parts_BLhD, of_rank in zip(_split_rows(send, spans, xs_BLHD), spans, strict=True):
@@ -285,9 +288,9 @@ def _pack(xs_BLHD: Sequence[Tensor], spans: HeadSpans, elements: int) -> Tensor:
 
 def _unpack(recv: Tensor, spans: HeadSpans, outs_BLHD: list[Tensor]) -> list[Tensor]:
     """Mirror `_pack` into `outs_BLHD`: the parts of a replicated head are summed, in fp32 or wider."""
-    groups = _pair_groups(recv, spans, outs_BLHD)
-    if groups is not None:
-        for part_GRLBhD, out_GLBhD in groups:  # torch sums half precision in fp32 and rounds once
+    pairs = _pair_parts(recv, spans, outs_BLHD)
+    if pairs is not None:
+        for part_GRLBhD, out_GLBhD in pairs:  # torch sums half precision in fp32 and rounds once
             copy_wide(out_GLBhD, part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1))
         return outs_BLHD
     wide = torch.promote_types(recv.dtype, torch.float32)
@@ -299,9 +302,9 @@ def _unpack(recv: Tensor, spans: HeadSpans, outs_BLHD: list[Tensor]) -> list[Ten
 
 def write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: HeadSpans, adds: Sequence[bool]) -> None:
     """Write, or for some tensors add, every rank's heads to `outs_BLHD`; heads that no rank has stay as they are."""
-    groups = _pair_groups(recv, spans, outs_BLHD)
-    if groups is not None:
-        for (part_GRLBhD, out_GLBhD), add in zip(groups, adds, strict=True):
+    pairs = _pair_parts(recv, spans, outs_BLHD)
+    if pairs is not None:
+        for (part_GRLBhD, out_GLBhD), add in zip(pairs, adds, strict=True):
             for part_GLBhD in part_GRLBhD.unbind(1):  # one after the other: rounded as rank by rank
                 out_GLBhD.add_(part_GLBhD) if add else copy_wide(out_GLBhD, part_GLBhD)
         return

@@ -1,4 +1,7 @@
-"""Which heads each rank computes in an attention. Standard library only: the planner uses it without torch."""
+"""Which heads each rank computes in an attention. Standard library only: the planner uses it without torch.
+
+A KV group is a KV head with the query heads that use it: `per_kv` of them.
+"""
 
 from __future__ import annotations
 
@@ -71,22 +74,22 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...
         LongspanError: on impossible head counts.
     """
     check_heads(q_heads, kv_heads)
-    group = q_heads // kv_heads
+    per_kv = q_heads // kv_heads
     even = _even_cut(q_heads, ranks)
-    grouped = _cut_along_groups(kv_heads, group, ranks)
+    grouped = _cut_along_groups(kv_heads, per_kv, ranks)
     cut = grouped if max(_sizes(grouped)) <= max(_sizes(even)) else even
-    return tuple(_shard(start, stop, group) for start, stop in itertools.pairwise(cut))
+    return tuple(_shard(start, stop, per_kv) for start, stop in itertools.pairwise(cut))
 
 
 def split_groups(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:
-    """Split the heads of one attention layer over a tensor group along KV groups: no rank has parts of two.
+    """Split the heads of one attention layer over the ranks of a tensor axis: no rank has parts of two KV groups.
 
     With more ranks than query heads, some have none.
     """
     check_heads(q_heads, kv_heads)
-    group = q_heads // kv_heads
-    cut = _cut_along_groups(kv_heads, group, ranks)
-    return tuple(_shard(start, stop, group) for start, stop in itertools.pairwise(cut))
+    per_kv = q_heads // kv_heads
+    cut = _cut_along_groups(kv_heads, per_kv, ranks)
+    return tuple(_shard(start, stop, per_kv) for start, stop in itertools.pairwise(cut))
 
 
 MOST_SLICES = 8
@@ -156,21 +159,21 @@ def _even_cut(total: int, parts: int) -> list[int]:
     return cut
 
 
-def _cut_along_groups(kv_heads: int, group: int, ranks: int) -> list[int]:
+def _cut_along_groups(kv_heads: int, per_kv: int, ranks: int) -> list[int]:
     """Return boundaries (in query heads) such that no rank has parts of two KV groups."""
     if ranks <= kv_heads:  # whole groups to each rank
-        return [head * group for head in _even_cut(kv_heads, ranks)]
+        return [head * per_kv for head in _even_cut(kv_heads, ranks)]
     cut = [0]  # several ranks to each group
     ranks_cut = _even_cut(ranks, kv_heads)
     for head, members in enumerate(_sizes(ranks_cut)):
-        cut += [head * group + stop for stop in _even_cut(group, members)[1:]]
+        cut += [head * per_kv + stop for stop in _even_cut(per_kv, members)[1:]]
     return cut
 
 
-def _shard(start: int, stop: int, group: int) -> HeadShard:
+def _shard(start: int, stop: int, per_kv: int) -> HeadShard:
     if start == stop:
-        kv = start // group
+        kv = start // per_kv
         return HeadShard(start, stop, kv, kv, ())
-    kv_start, kv_stop = start // group, -(-stop // group)
-    sizes = tuple(min(stop, (kv + 1) * group) - max(start, kv * group) for kv in range(kv_start, kv_stop))
+    kv_start, kv_stop = start // per_kv, -(-stop // per_kv)
+    sizes = tuple(min(stop, (kv + 1) * per_kv) - max(start, kv * per_kv) for kv in range(kv_start, kv_stop))
     return HeadShard(start, stop, kv_start, kv_stop, sizes)
