@@ -8,7 +8,7 @@ export.py   Hugging Face folders: a model, or a PEFT adapter
 ranks.py    the ranks that save or load together; NaN and infinity are neither saved nor loaded
 """
 
-from longspan.checkpoint.damage import Checkpoint, newest_undamaged, read_verified
+from longspan.checkpoint.damage import Checkpoint, checkpoint_to_resume, newest_undamaged, read_verified
 from longspan.checkpoint.export import export
 from longspan.checkpoint.folder import MARKER, locked, step_path
 from longspan.checkpoint.loading import load, load_weights
@@ -22,6 +22,7 @@ __all__ = [
     "DiskFull",
     "Ranks",
     "Saver",
+    "checkpoint_to_resume",
     "export",
     "load",
     "load_weights",

@@ -8,8 +8,10 @@
 | changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
 | ranks that see different folders | the marker's CRC-32, compared over the ranks | `_check` |
 
-Two functions, called on all ranks, find a checkpoint to resume from: `read_verified` the one at a path, which raises if
-it is damaged; `newest_undamaged` a run's newest that is not, with what is wrong with newer ones.
+Functions that all ranks call find a checkpoint to resume from: `read_verified` the one at a path, which raises if it is
+damaged, also when a run resumes from that path; `newest_undamaged` a run's newest that is not, with what is wrong with
+newer ones. These stay on the disk until the run that has resumed saves their steps again. `Saver` (saving.py) writes
+the marker when all ranks have written their files.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspan.checkpoint.folder import MARKER, FileRecord, checkpoints_in, step_of, write_durably
+from longspan.checkpoint.folder import MARKER, FileRecord, newest_first, step_of, write_durably
 from longspan.checkpoint.ranks import Ranks
 from longspan.comm.agree import error_text
 from longspan.core.errors import LongspanError
@@ -170,7 +172,7 @@ def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Check
         LongspanError: on every rank, if all complete checkpoints are damaged.
     """
     run = as_path("folder", folder)
-    found = Ranks().first(lambda: {path.name: (path / MARKER).exists() for path in checkpoints_in(run)})
+    found = Ranks().first(lambda: {path.name: (path / MARKER).exists() for path in newest_first(run)})
     problems = list[str]()
     for name in found:
         checkpoint, problem = _check(run / name, content)
@@ -182,6 +184,18 @@ def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Check
             f"{folder} holds no undamaged checkpoint: {'; '.join(problems)}; start anew, in another folder"
         )
     return None, problems
+
+
+def checkpoint_to_resume(run: Path) -> str | None:
+    """Return the path of `newest_undamaged`; print which it is, and what is wrong with newer ones. Collective."""
+    found, lines = newest_undamaged(run)
+    if found is not None:
+        lines.append(f"resuming from {found.path}")
+    elif lines:
+        lines.append("nothing was saved yet: starting anew")
+    for line in lines if Ranks().rank == 0 else ():
+        print(f"longspan: {line}", flush=True)
+    return None if found is None else str(found.path)
 
 
 def _check(path: Path, content: bool) -> tuple[Checkpoint | None, str]:

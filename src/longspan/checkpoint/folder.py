@@ -59,7 +59,7 @@ def step_of(path: Path) -> int | None:
     return None if match is None else int(match[2])
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, complete or not, the newest first."""
     paths = [path for path in folder.glob("*checkpoint-*") if step_of(path) is not None]
     return sorted(paths, key=lambda path: (step_of(path), not path.name.startswith("old-")), reverse=True)
@@ -95,7 +95,7 @@ def remove_unneeded(path: Path, keep: int | None) -> None:
     """
     unneeded = [_older(path)]
     if keep is not None:
-        paths = checkpoints_in(path.parent)
+        paths = newest_first(path.parent)
         complete = [other for other in paths if (other / MARKER).is_file() and other != _older(path)]
         at = complete.index(path)
         unneeded += complete[:at] + (complete[at + keep :] if keep else [])

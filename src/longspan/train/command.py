@@ -19,7 +19,7 @@ from typing import Any
 import trl
 from transformers import EarlyStoppingCallback
 
-from longspan.checkpoint import read_verified
+from longspan.checkpoint import checkpoint_to_resume, read_verified
 from longspan.comm.agree import open_together
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
@@ -34,7 +34,6 @@ from longspan.train.callbacks import Profile, Progress, preview
 from longspan.train.datasets import Data, find_row, open_data
 from longspan.train.resolve import Resolved, dry_run, resolve, summary
 from longspan.trainers.callbacks import Figures, StepLine, StopOnSignal
-from longspan.trainers.mixin import newest_checkpoint
 from longspan.trainers.mixin import trainer as sharded
 from longspan.trainers.muon import muon
 
@@ -231,7 +230,7 @@ def _resumed(training: Any) -> str | None:
     asked, run = str(training.resume_from_checkpoint), Path(training.output_dir)
     if asked.lower() not in ("none", "true", "auto"):
         return None if asked.lower() == "false" else asked
-    return newest_checkpoint(run)
+    return checkpoint_to_resume(run)
 
 
 def _log(trainer: Any, lines: list[str]) -> None:

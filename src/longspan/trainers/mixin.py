@@ -33,7 +33,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan import checkpoint as checkpoints
-from longspan.checkpoint.folder import begin, checkpoints_in
+from longspan.checkpoint.folder import begin, newest_first
 from longspan.comm.agree import error_text
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
@@ -515,7 +515,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         run = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
             # Without any folder of a checkpoint the base class raises; with incomplete ones alone it starts anew.
-            resume_from_checkpoint = newest_checkpoint(run) or not checkpoints_in(run)
+            resume_from_checkpoint = checkpoints.checkpoint_to_resume(run) or not newest_first(run)
         try:
             with checkpoints.locked(run):
                 trained = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -561,18 +561,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             if self.args.should_save:
                 text = f"the best checkpoint cannot be loaded, so the model keeps its last weights: {error}"
                 print(f"longspan: {text}", file=sys.stderr, flush=True)
-
-
-def newest_checkpoint(run: Path) -> str | None:
-    """Return the newest undamaged checkpoint of a run; print which it is, and what is wrong with others. Collective."""
-    found, lines = checkpoints.newest_undamaged(run)
-    if found is not None:
-        lines.append(f"resuming from {found.path}")
-    elif lines:
-        lines.append("nothing was saved yet: starting anew")
-    for line in lines if checkpoints.Ranks().rank == 0 else ():
-        print(f"longspan: {line}", flush=True)
-    return None if found is None else str(found.path)
 
 
 def _write(value: Any, path: Path) -> None:

@@ -1,7 +1,15 @@
-"""The forward of a parallelized model: hooks that run the stages of its kind.
+"""The forward of a parallelized model: hooks, put there by `longspan.parallelize`, that run a list of stages.
 
-All ranks compare their batches and share their errors before any of them raises: a rank that raises alone leaves the
-others waiting in the next collective.
+Each stage has one concern (`Stage`); all share the `ForwardCall` in progress. Their methods run in this order:
+
+    check    in list order; may raise; reads the whole batch, changes no input, runs no collective
+             then all ranks compare their batches and errors: if any rank has raised, all raise
+    before   in list order; cuts the batch, changes the inputs, may run collectives
+             the model's own forward
+    after    in reverse list order; changes the output
+    reset    drops what is stored for this forward, also if it raised
+
+A rank that raised alone would leave the others waiting in the next collective.
 """
 
 from __future__ import annotations
@@ -15,7 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck
+from longspan.hf.batch.shard import WIDTH, sharding_of
 from longspan.hf.batch.trees import pack_batch
 from longspan.hf.cache.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
@@ -137,7 +147,7 @@ class ForwardHooks:
         problem: Exception | None = None
         try:
             call.name_arguments(args)
-            call.choose_width()
+            _choose_width(call)
             if call.scored and self.options.shared_prefixes:
                 call.packed = pack_batch(call.batch)
                 call.batch = call.packed.entries
@@ -184,9 +194,13 @@ class ForwardHooks:
             stage.reset()
 
     def _raise_on_every_rank(self, call: ForwardCall, problem: Exception | None) -> None:
-        """Raise on every rank if a rank has a problem, or if the ranks' batches differ. Collective."""
-        alone = call.cache is not None and call.cache.kv_placement.length + 1 < call.cache.compare_from
-        if self.batches is None or alone:
+        """Raise on every rank if a rank has a problem, or if the ranks' batches differ. Collective.
+
+        They compare names, shapes, dtypes and the values on the CPU. Values on a GPU, for which the host waits, are
+        compared in the first three forwards and every hundredth. `longspan generate` compares every 64th new token.
+        """
+        not_compared = call.cache is not None and call.cache.kv_placement.length + 1 < call.cache.compare_from
+        if self.batches is None or not_compared:
             if problem is not None:
                 raise problem
             return
@@ -213,3 +227,21 @@ class ForwardHooks:
         """Behind FSDP's hooks: release weights that a forward without gradients gathered, and no backward would."""
         if not torch.is_grad_enabled():
             reshard(model)
+
+
+def _choose_width(call: ForwardCall) -> None:
+    """Use the process groups of the batch's `sequence_width`; raise if the model cannot use this width."""
+    asked = call.batch.get(WIDTH)
+    if asked is None:
+        return
+    name = call.traits.name
+    reason = (
+        "a KV cache has one for all of its tokens" if call.cache is not None
+        else f"{name} computes a loss of rows" if call.traits.labels_per_row
+        else f"{name} shares pictures among all ranks of a sequence group" if call.traits.encoders
+        else None
+    )  # fmt: skip
+    if reason is not None:
+        raise LongspanError(f"`{WIDTH}={asked}` chooses the ranks of one batch, but {reason}; leave it out")
+    call.sp = sharding_of(call.batch, call.sp)
+    call.batch[WIDTH] = call.sp.size

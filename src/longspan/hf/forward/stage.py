@@ -1,14 +1,4 @@
-"""One forward as a list of stages.
-
-Each stage has one concern. Its hooks run in this order:
-
-    check    in list order; may raise; reads the whole batch, changes no input, runs no collective
-             (all ranks compare their batches here; if any rank raised, all raise)
-    before   in list order; cuts the batch, changes the inputs, may run collectives
-             the model's own forward
-    after    in reverse list order; changes the output
-    reset    drops what is stored for this forward, also if it raised
-"""
+"""A stage of a forward, and the forward in progress, which stages share. `hooks.py` says in which order they run."""
 
 from __future__ import annotations
 
@@ -23,7 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.compat.transformers_api import has_own_cache, own_positions, take_cache
 from longspan.core.errors import LongspanError
-from longspan.hf.batch.shard import WIDTH, SequenceInfo, has_labels, sharding_of
+from longspan.hf.batch.shard import SequenceInfo, has_labels
 from longspan.hf.batch.trees import PackedRows
 from longspan.hf.cache.kv_cache import ShardedCache
 from longspan.hf.model.support import attention_dropout, router_top_k
@@ -34,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Stage:
-    """One concern of a forward; see the module's docstring for the order of its methods."""
+    """One concern of a forward."""
 
     def check(self, call: ForwardCall) -> None:
         """Raise if this rank cannot run the forward; store facts of the whole batch. No collectives."""
@@ -124,23 +114,6 @@ class ForwardCall:
     router_loss: Tensor | None = None  # the load-balancing loss of all ranks
     patches: dict[str, int] = field(default_factory=dict)  # by modality: of the rank that encodes most
     pictures: dict[str, Any] = field(default_factory=dict)  # what ranks compare besides the batch
-
-    def choose_width(self) -> None:
-        """Use the sharding that the batch asks for; raise if its width cannot be used."""
-        asked = self.batch.get(WIDTH)
-        if asked is None:
-            return
-        name = self.traits.name
-        reason = (
-            "a KV cache has one for all of its tokens" if self.cache is not None
-            else f"{name} computes a loss of rows" if self.traits.labels_per_row
-            else f"{name} shares pictures among all ranks of a sequence group" if self.traits.encoders
-            else None
-        )  # fmt: skip
-        if reason is not None:
-            raise LongspanError(f"`{WIDTH}={asked}` chooses the ranks of one batch, but {reason}; leave it out")
-        self.sp = sharding_of(self.batch, self.sp)
-        self.batch[WIDTH] = self.sp.size
 
     def name_arguments(self, args: tuple[Any, ...]) -> None:
         """Add the positional arguments to the batch by name, and take the cache out of it."""
