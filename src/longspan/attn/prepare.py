@@ -136,12 +136,12 @@ def prepare(
         log_choice(choice)
     mask = mask.limited_to(max(lengths))
     shards = _head_shards(shapes, sp)
-    groups = split_head_chunks(shards, head_chunks, overlap_chunks)
+    chunks_by_kv = split_head_chunks(shards, head_chunks, overlap_chunks)
     method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank])
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
     if recompute_all_to_all or saves or overlap_chunks > 1:
-        chunks = _head_chunks(cast(LocalAttention, method), groups, sp.ulysses_rank, shapes.device)
+        chunks = _head_chunks(cast(LocalAttention, method), chunks_by_kv, sp.ulysses_rank, shapes.device)
         sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
         method = ChunkedUlysses(group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1)
     elif group is not None:
@@ -187,6 +187,7 @@ def _inner_method(
     per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
     if group is None:
         return LocalAttention(kernel, per_block, kv_head_index)
+    # Shortest ways, to the right, the left, or both: each block is sent no further than to the last rank that reads it.
     routes = ring_routes(readers_of_blocks(pairs_of_blocks(layout, lengths, mask, shapes.q[0])))
     return Ring(kernel, per_block, kv_head_index, group=group, routes=routes)
 
@@ -202,6 +203,10 @@ def choose_kernel_and_overlap(
     needs_lse: bool,
 ) -> tuple[Kernel, Choice, int]:
     """Return the kernel, why it was chosen, and in how many chunks all-to-alls overlap with attention (1: they do not).
+
+    The kernel "auto" is the first that does not refuse (kernels/choice.py). On a CPU: "sdpa" for a causal or full mask
+    without a ring, else "tiled". On a GPU: "sdpa" or "cudnn" for these masks, "flash" for regions (windows, documents),
+    "flex" for what changes each score, and "tiled" for the rest.
 
     With `overlap_chunks="auto"` they overlap only if a kernel that returns the log-sum-exp can compute this attention.
     """
@@ -239,19 +244,22 @@ def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
 
 
 def _head_chunks(
-    attention: LocalAttention, groups: tuple[tuple[tuple[HeadShard, ...], ...], ...], rank: int, device: torch.device
+    attention: LocalAttention,
+    chunks_by_kv: tuple[tuple[tuple[HeadShard, ...], ...], ...],
+    rank: int,
+    device: torch.device,
 ) -> tuple[HeadChunk, ...]:
-    """Return the chunks of all groups. They share what the kernel prepared for all local heads."""
+    """Return all chunks. They share what the kernel prepared for all local heads."""
     return tuple(
         HeadChunk(
             shards,
             shards[rank],
             replace(attention, kv_head_index=_kv_head_index(shards[rank], device)),
             first_of_kv=number == 0,
-            last_of_kv=number == len(group) - 1,
+            last_of_kv=number == len(same_kv) - 1,
         )
-        for group in groups
-        for number, shards in enumerate(group)
+        for same_kv in chunks_by_kv
+        for number, shards in enumerate(same_kv)
     )
 
 

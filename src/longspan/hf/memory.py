@@ -191,7 +191,7 @@ class MemoryManager(Stage):
         self.auto, self.sp = auto, sp
         self.modules, self.layers = modules, modules.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
-        self.groups = LayerGroups(last=self.layers[-1])
+        self.groups = LayerGroups(last=self.layers[-1])  # of layers that share a checkpoint
         self.hidden = modules.model.config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()

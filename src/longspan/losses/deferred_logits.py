@@ -170,7 +170,9 @@ class Head:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.bare = BareModule(module)
-        self.defer_next = False  # defer the output of the next call
+        # Defer the output of the next call: set by a stage of the forward, `DeferLogits` (hf/forward/logits.py), in
+        # training with labels, unless logits=True was asked for.
+        self.defer_next = False
         self.observer: Callable[[Tensor], None] | None = None  # called with each tile of logits
         self.vocab_shard: VocabShard | None = None  # mine, if a tensor group shards the vocabulary
         self.gather: Callable[[], None] | None = None  # gathers the weights, if they are sharded

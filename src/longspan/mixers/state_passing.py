@@ -6,8 +6,9 @@ A recurrent layer over some tokens is affine in the state that it starts from:
 
 Every rank computes S from a zero state, and where a document enters also M. The summaries (M, S) of all runs are
 all-gathered, each rank combines those before its own in order, and finishes its output. The backward of the
-all-gather is one reduce-scatter. Every rank's output depends on the gathered summaries, if only by a zero: a rank
-whose backward skipped that collective would leave the others waiting. LASP-2 (arXiv:2502.07563) is the case M = 1.
+all-gather, an operator registered with its adjoint, is one reduce-scatter. Every rank's output depends on the gathered
+summaries, if only by a zero: a rank whose backward skipped that collective would leave the others waiting. LASP-2
+(arXiv:2502.07563) is the case M = 1.
 
 A run is a contiguous part of the sequence on one rank (a zigzag rank has two), a slot its number on the rank, and a
 fragment the part of a document in a run.
@@ -122,7 +123,7 @@ def _locals(
             )
             for f in fragments
         ]
-        for rows, fragments in table.groups
+        for rows, fragments in table.groups  # neighbouring batch rows with the same documents
     ]
 
 

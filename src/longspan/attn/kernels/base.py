@@ -127,6 +127,7 @@ class Blocks:
     def parts(self) -> tuple[tuple[BlockRegion, ...], ...]:
         """Return the mask's regions within each block; none if nothing attends to the block.
 
+        Kernels compute these alone: "tiled" cuts them into tiles, and "flash" calls one kernel with a window's limits.
         `pairs_of_blocks` in `attn/prepare.py`, which decides what is sent, intersects the same regions and spans.
         """
         out: list[list[BlockRegion]] = [[] for _ in range(self.count)]
@@ -433,7 +434,7 @@ def returns_lse(kernel: Any) -> TypeGuard[BlockKernel]:
 
 
 def refusal(kernel: Any, request: KernelRequest) -> str | None:
-    """Return why a kernel cannot compute this, with a fix; None if it can."""
+    """Return why a kernel cannot compute this, with a fix; None if it can. "auto" then tries the next kernel."""
     unable = [name for name in request.options if name not in kernel.computes]
     if not unable:
         refused: str | None = kernel.refuses(request)

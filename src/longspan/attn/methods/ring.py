@@ -41,7 +41,7 @@ class Ring(LocalAttention):
     """One ring of R ranks: an `AttentionMethod`, whose kernel returns a log-sum-exp."""
 
     group: dist.ProcessGroup  # the ranks
-    routes: Routes  # how far each block is sent
+    routes: Routes  # how far each block is sent: no further than to the last rank that reads it
 
     @property
     def rank(self) -> int:

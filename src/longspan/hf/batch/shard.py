@@ -1,9 +1,9 @@
 """Shard a training batch by tokens.
 
-`read_batch` checks a whole batch, shifts its labels (a rank's last token predicts the next rank's first) and reads its
-facts; `cut_batch` then only cuts. Layers get the facts in one value, `SequenceInfo`, through the model's keyword
-arguments. They are never stored on the model: activation checkpointing may rerun a layer after the next batch has
-arrived.
+`read_batch`, which the stage `ShardBatch` calls in its `check`, checks a whole batch, shifts its labels (a rank's last
+token predicts the next rank's first) and reads its facts; `cut_batch`, called in its `before`, then only cuts. Layers
+get the facts in one value, `SequenceInfo`, through the model's keyword arguments. They are never stored on the model:
+activation checkpointing may rerun a layer after the next batch has arrived.
 """
 
 from __future__ import annotations

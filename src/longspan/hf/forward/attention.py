@@ -1,5 +1,8 @@
 """longspan's entries in the attention and mask registries of transformers.
 
+`AttentionLayers` (binding.py) names them in a copy of the model's config, so transformers calls `longspan_mask` once
+per kind of mask, and `longspan_attention` in each layer.
+
 A layer's sharding is an attribute of the layer, and facts about a batch come in the call's keyword arguments, so two
 models in one process do not interfere. A mask function is opaque: which mask it is, is found by calling it.
 """

@@ -84,10 +84,10 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run Gated DeltaNet or KDA, without flash-linear-attention's kernels by `LinearAttention`.
+    """Run Gated DeltaNet or KDA, by flash-linear-attention's kernels where these run, else by `LinearAttention`.
 
-    Forward and backward of transformers' plain functions, with the values widened by the identity, take up to 1.8
-    times as long.
+    `LinearAttention` computes the same in plain torch. transformers' plain functions, with the values widened by the
+    identity, take up to 1.8 times as long, forward and backward.
     """
     if isinstance(default_mixer(Tokens(q, k, v, g, beta)), ChunkFunction):
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel

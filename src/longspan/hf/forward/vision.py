@@ -251,6 +251,7 @@ class PromptPictures:
 def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding, *, whole: bool) -> Any:
     """Return the tower's output for my placeholders, in their order, of units that the ranks share out. Collective.
 
+    Embeddings are sent in one all-to-all, and their gradients back in another.
     `whole`: every rank holds all tokens.
     """
     units, rank = pictures.units, sp.rank
