@@ -1,7 +1,9 @@
 """The shape of a model, read from transformers' modules: on the meta device from a config, or of a model that is there.
 
 PEFT's adapters and frozen weights are read, too. Sizes come from modules and weights; the config is asked for what no
-module states, such as the window of each layer.
+module states, such as the window of each layer. A new family needs a line only where its sizes have other names. A new
+kind of token mixing is a `TokenMixing` of `plan/layers/`, returned by `_mixing`; one of visible keys is an
+`AttendedKeys`, returned by `_attended_keys`.
 """
 
 from __future__ import annotations
