@@ -119,6 +119,8 @@ class Mask:
     def regions(self, row: int, queries: int, keys: int) -> tuple[Region, ...]:
         """Return one batch row's mask as disjoint regions, in the order of the keys; `mask_mod` is left out.
 
+        A region's queries [q0, q1) attend to its keys [k0, k1) where lo <= query - key <= hi (None: no limit).
+
         Args:
             row: the batch row.
             queries: number of real queries; their positions are q_start to q_start + queries - 1.

@@ -8,9 +8,9 @@
 | changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
 | ranks that see different folders | the marker's CRC-32, compared over the ranks | `_check` |
 
-Functions that all ranks call find a checkpoint to resume from: `read_verified` the one at a path, which raises if it is
-damaged, also when a run resumes from that path; `newest_undamaged` a run's newest that is not, with what is wrong with
-newer ones. These stay on the disk until the run that has resumed saves their steps again. `Saver` (saving.py) writes
+All ranks together find a checkpoint to resume from. `read_verified` returns the one at a path, and raises if it is
+damaged, so a run that is told this path ends. `newest_undamaged` returns a run's newest that is undamaged, and what is
+wrong with newer ones; these stay on the disk until the resumed run saves their steps again. `Saver` (saving.py) writes
 the marker when all ranks have written their files.
 """
 
@@ -187,7 +187,10 @@ def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Check
 
 
 def checkpoint_to_resume(run: Path) -> str | None:
-    """Return the path of `newest_undamaged`; print which it is, and what is wrong with newer ones. Collective."""
+    """Return the path of `newest_undamaged`; print which it is, and what is wrong with newer ones. Collective.
+
+    `longspan train` and trainers ask it, unless `resume_from_checkpoint` is a path.
+    """
     found, lines = newest_undamaged(run)
     if found is not None:
         lines.append(f"resuming from {found.path}")

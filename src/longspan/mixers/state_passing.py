@@ -13,7 +13,8 @@ summaries, if only by a zero: a rank whose backward skipped that collective woul
 A run is a contiguous part of the sequence on one rank (a zigzag rank has two), a slot its number on the rank, and a
 fragment the part of a document in a run.
 
-Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, J slots (runs of a rank), W = V + columns of M.
+Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, J slots (runs of a rank), W = V + columns of M: K
+for a matrix (the delta rule), 1 for factors (a decay), 0 for M = 1.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ class _Opened:
 
 
 def run(argv: list[str]) -> int:
-    """Train on ranks started here or by torchrun, and return 0; raise as `longspan.ranks.launch.launch`."""
+    """Train on ranks started here or by torchrun, and return 0; raise as `longspan.ranks.launch.launch`.
+
+    `longspan.cli.main` calls it with the arguments after `longspan train`.
+    """
     settings = read(argv)
     ours = settings.ours  # `ours.parallel`: the `ParallelConfig` of --data, --ring, --ulysses and --tensor
     launch.check_started(ours.parallel.ranks, str(ours.parallel))

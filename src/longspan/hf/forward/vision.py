@@ -215,7 +215,7 @@ class Pictures:
     """A modality's pictures in a forward, and the embedding of each token."""
 
     batch: Mapping[str, Any]  # with the encoder's keys
-    units: Units
+    units: Units  # what the tower can encode alone: an image, a tile of one, or a video frame
     numbers_Bn: Tensor  # into the units' embeddings, int64; -1: the token is no placeholder
 
     def of_chunk(self, encoder: Encoder, core: Any, start: int, new: int, rows: int) -> Pictures | None:
