@@ -65,6 +65,36 @@ def test_gradients_equal_those_of_one_slice(family: str, monkeypatch: pytest.Mon
             torch.testing.assert_close(found[name], gradient, rtol=limit, atol=limit * float(gradient.abs().max()))
 
 
+# For each layer, and the last norm: whether its norms compute nothing, because all readers go tile by tile.
+READ_BY_TILES: dict[str, tuple[dict[str, Any], dict[int, list[bool | None]]]] = {
+    "Llama": (EIGHT, {1: [None, True], 2: [True, True]}),
+    "Qwen3": (EIGHT, {1: [None, None, None, True], 2: [None, None, True, True]}),  # norms of heads first
+    "Phi": ({}, {1: [False], 2: [True]}),  # one norm for attention and MLP
+    "Gemma2": ({}, {1: [None, None, True, None], 2: [True, None, True, None]}),  # and norms behind both
+}
+
+
+@pytest.mark.parametrize("family", [*("Llama", "Phi"), *confirming(["Qwen3", "Gemma2"])])
+def test_norms_that_are_read_tile_by_tile_compute_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward finds them; steps behind it equal those of plain transformers, whatever reads the norm."""
+    monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))
+    changes, expected = READ_BY_TILES[family]
+    plain = build(family, **changes).double().train()
+    models = {
+        slices: longspan.parallelize(copy.deepcopy(plain), ONE_DEVICE, memory=Memory(tiled=True, head_slices=slices))
+        for slices in expected
+    }
+    for _ in range(3):
+        for model in (plain, *models.values()):
+            model(**batch(rows=2)).loss.backward()
+    for slices, model in models.items():
+        norms = [norm.uncomputed for norm in model.longspan_state.memory.norms]
+        assert norms == [*expected[slices] * plain.config.num_hidden_layers, None]
+        for name, gradient in gradients(plain).items():
+            limit = 1e-6 * float(gradient.abs().max())
+            torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-6, atol=limit)
+
+
 def _gradients(model: Any, memory: Memory, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     longspan.parallelize(model, ONE_DEVICE, memory=memory).train()
     model(**(inputs or batch(rows=2))).loss.backward()

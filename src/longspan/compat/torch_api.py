@@ -78,16 +78,16 @@ def saved_tensors_are_hooked() -> bool:
 
 
 _FACTS = ("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad_fn", "is_leaf", "is_cpu",
-          "is_cuda", "is_meta")  # fmt: skip
+          "is_cuda", "is_meta", "retains_grad", "_backward_hooks")  # fmt: skip
 TENSOR_FACTS = {getattr(Tensor, name).__get__ for name in _FACTS} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
 }  # fmt: skip
 """What `__torch_function__` is called with for facts about a tensor, rather than its values."""
 
 
-def as_subclass(kind: type[Tensor], data: Tensor) -> Any:
-    """Return a leaf of a subclass of `Tensor` with this data, which needs a gradient."""
-    return Tensor._make_subclass(kind, data, True)
+def as_subclass(kind: type[Tensor], data: Tensor, requires_grad: bool = True) -> Any:
+    """Return a leaf of a subclass of `Tensor` with this data."""
+    return Tensor._make_subclass(kind, data, requires_grad)
 
 
 def without_torch_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longspan.compat.torch_api import ELEMENTWISE, not_compiled, saved_tensors_are_hooked, version_of
 from longspan.core.errors import LongspanError
-from longspan.memory.tiles import InputSource
+from longspan.memory.tiles import InputSource, Uncomputed
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
 _FEWEST = 1 << 13  # elements of an MLP's input: recomputing less costs the host more than the memory is worth
@@ -93,6 +93,8 @@ class NormedLinear:
         return self._normed(*args, **kwargs) if self.on else self.compute(*args, **kwargs)
 
     def _without_input(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and type(args[0]) is Uncomputed:  # not what a slice of heads reads
+            args = (args[0].whole(),)
         source = None if kwargs or len(args) != 1 else _source_of(args[0])
         if source is None:
             return self.compute(*args, **kwargs)

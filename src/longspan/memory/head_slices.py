@@ -8,8 +8,8 @@ and their copies for an all-to-all exist for one slice at a time (as in UPipe, a
 Three details save more:
 
 - The output projection of each slice adds to one sum: its output does not exist by itself.
-- In the backward, the first projections read the module's input tile by tile, as a norm recomputes it from its own
-  input (`longspan.memory.tiles`), once per slice for all projections; the gradient of the input is summed likewise.
+- The first projections read the module's input tile by tile, as a norm computes it from its own input
+  (`longspan.memory.tiles`), once per slice for all projections; the gradient of the input is summed likewise.
 - Each slice saves its attention's output and log-sum-exp, if the kernel returns that: no kernel runs again. Under a
   checkpoint they are saved when the layer is recomputed; a selective checkpoint holds them from the forward on.
 
@@ -26,12 +26,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from longspan.comm.tensor import BareModule, Rule
-from longspan.compat.torch_api import TENSOR_FACTS, as_subclass, not_compiled, without_torch_function
+from longspan.compat.torch_api import not_compiled, without_torch_function
 from longspan.core.errors import LongspanError
-from longspan.memory.tiles import ForwardState, InputSource, tiles_of
+from longspan.memory.tiles import ForwardState, InputSource, Uncomputed, casts, note_tile_reader, tiles_of
 
 
 class Attention(Protocol):
@@ -115,6 +115,7 @@ class SlicedAttention:
             )
         more = (args[1:], kwargs) if args else ((), {k: x for k, x in kwargs.items() if k != name})
         source = InputSource.of(hidden) if torch.is_grad_enabled() else None
+        note_tile_reader(hidden)
         saves = self.attention.saves_lse and torch.is_grad_enabled()
         call = _Call(self, cut, more[0], more[1], named=not args, saves=saves)
         out = _Sliced.apply(call, source, hidden, *dict(self.module.named_parameters()).values())  # type: ignore[no-untyped-call]
@@ -257,12 +258,19 @@ class _Sliced(torch.autograd.Function):
         attention, cut = call.sliced.attention, call.cut
         layer_call, weights = attention.layer_call, call.weights()
         total, each = _Sum(call, weights), list[list[Any]]()
+        given = None
+        if isinstance(hidden, Uncomputed):
+            given = _Input(hidden.norm_input, source, hidden.shape, needs_grad=False)
         for number in range(cut.count):
             own = {name: cut.part(name, x, number) for name, x in weights.items()}
             saves = SliceCall(layer_call) if call.saves else None
             # Nothing needs a gradient here; only with gradients enabled does the attention save anything.
             with torch.set_grad_enabled(saves is not None):
-                out = call.run(number, hidden.detach(), own, total.adder(own), saves)
+                reads = None if given is None else _Reads(given, own, call.sliced.readers)
+                x = hidden.detach() if reads is None else reads.stand_in()
+                out = call.run(number, x, own, total.adder(own), saves)
+            if reads is not None:
+                reads.leaves.clear()  # a reference cycle
             if out is not total.value:
                 raise LongspanError(
                     f"{call.sliced.name} ({type(call.sliced.module).__name__}) changes the result of its output "
@@ -310,7 +318,7 @@ class _Sliced(torch.autograd.Function):
             for name, gradient in found.items():
                 cut.add_part(totals[name], name, gradient, number)
         names = (name for name, _ in call.sliced.module.named_parameters())
-        of_hidden = None if given.gradient is None else given.gradient.view(ctx.shape)
+        of_hidden = given.sum().view(ctx.shape) if needs_grad else None
         return None, None, of_hidden, *(totals[n].to(weights[n].dtype) if n in totals else None for n in names)
 
 
@@ -341,11 +349,6 @@ def _slice_gradients(
         name: gradients[name] + of_reads[name] if name in gradients and name in of_reads else x
         for name, x in (gradients | of_reads).items()
     }
-
-
-def _casts(device_type: str) -> bool:
-    """Return whether autocast is on."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -410,13 +413,14 @@ class _Last(torch.autograd.Function):
 
 
 class _Input:
-    """The module's input, from a saved tensor, and its gradient so far."""
+    """The module's input, from a saved tensor or a norm's input, and its gradient so far."""
 
     def __init__(self, saved: Tensor, source: InputSource | None, shape: torch.Size, needs_grad: bool) -> None:
         self.saved, self.source, self.shape = saved, source, shape
         self.count = 1 if source is None or source.norm is None else source.norm.count_tiles(saved)
         self.dtype = saved.dtype if source is None else source.dtype
-        self.gradient = saved.new_zeros(shape[:-1].numel(), shape[-1], dtype=self.dtype) if needs_grad else None
+        self.needs_grad = needs_grad
+        self.gradient: Tensor | None = None
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield all tokens of the input, `[T, D]`, in tiles."""
@@ -428,22 +432,29 @@ class _Input:
         """Return the input of all tokens."""
         return torch.cat([tile for _, tile in self.tiles()]).view(self.shape)
 
+    def sum(self) -> Tensor:
+        """Return the gradient so far, `[T, D]`: zeros at first, allocated behind the first slice's attention."""
+        if self.gradient is None:
+            self.gradient = self.saved.new_zeros(self.shape[:-1].numel(), self.shape[-1], dtype=self.dtype)
+        return self.gradient
+
     def add(self, gradient: Tensor | None) -> None:
-        if gradient is not None and self.gradient is not None:
-            self.gradient.add_(gradient.reshape(self.gradient.shape))
+        if gradient is not None and self.needs_grad:
+            self.sum().add_(gradient.reshape(-1, self.shape[-1]))
 
 
 class _Reads:
     """The linear layers that read the module's input in one slice.
 
-    On the first call all of them compute, tile by tile, so that each tile of the input is made once; so are their
-    gradients, when all of their outputs' are known.
+    On the first call all of them compute, tile by tile, so that each tile of the input is made once; in the backward,
+    so are their gradients, when all of their outputs' are known.
     """
 
     def __init__(self, given: _Input, own: dict[str, Tensor], readers: list[str]) -> None:
         self.given, self.own, self.readers = given, own, readers
         self.names = {id(x): name for name, x in own.items()}
-        self.anchor = torch.empty(0, device=given.saved.device, requires_grad=True)
+        self.backward = given.needs_grad or any(x.requires_grad for x in own.values())
+        self.anchor = torch.empty(0, device=given.saved.device, requires_grad=self.backward)
         self.leaves: list[Tensor] = []  # the stand-in, and the whole input if a function got it
         self.made: dict[str, Tensor] = {}  # outputs that are not asked for yet
         self.found: list[tuple[Tensor, Tensor | None, Tensor]] = []  # weight, bias, and the output's gradient
@@ -451,16 +462,15 @@ class _Reads:
     def stand_in(self) -> Tensor:
         """Return a tensor without memory for the input, of which linear layers are intercepted."""
         given = self.given
-        nothing = given.saved.new_full((), float("nan"), dtype=given.dtype).expand(given.shape)
-        x: Tensor = as_subclass(_StandIn, nothing)
-        x.reads = self  # type: ignore[attr-defined]
+        x: _StandIn = _StandIn.like(given.saved, given.shape, given.dtype, requires_grad=self.backward)
+        x.reads = self
         self.leaves.append(x)
         return x
 
     def whole(self) -> Tensor:
         """Return the whole input, for a function that is no linear layer."""
         if len(self.leaves) == 1:
-            self.leaves.append(self.given.whole().requires_grad_())
+            self.leaves.append(self.given.whole().requires_grad_(self.backward))
         return self.leaves[1]
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -492,8 +502,8 @@ class _Reads:
         sums = dict[str, Tensor]()
         for span, tile in self.given.tiles():
             for weight, _, grad in self.found:
-                if self.given.gradient is not None:
-                    self.given.gradient[span].addmm_(grad[span], weight.detach())
+                if self.given.needs_grad:
+                    self.given.sum()[span].addmm_(grad[span], weight.detach())
                 name = trained.get(id(weight))
                 if name is not None:
                     product = grad[span].t() @ tile
@@ -512,22 +522,21 @@ def _bias_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.bias"
 
 
-class _StandIn(Tensor):
-    """Stands for the module's input. Linear layers of it are intercepted; any other function gets the whole input."""
+class _StandIn(Uncomputed):
+    """Stands for the module's input. Linear layers of it are intercepted."""
 
     reads: _Reads
 
+    def whole(self) -> Tensor:
+        return self.reads.whole()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in TENSOR_FACTS:
-            return without_torch_function(func, *args, **kwargs)
         if func is F.linear and not kwargs and isinstance(args[0], cls):
             x, weight, bias = (*args, None)[:3]
-            if weight.dtype == x.dtype and not _casts(weight.device.type):
+            if weight.dtype == x.dtype and not casts(weight.device):
                 return x.reads.linear(weight, bias)
-        args, kwargs = tree_map(lambda x: x.reads.whole() if isinstance(x, cls) else x, (args, kwargs))
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Read(torch.autograd.Function):

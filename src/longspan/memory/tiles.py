@@ -11,7 +11,8 @@ Three details save more:
   as it has what the backward needs, which is before the layer's last MLP: that MLP runs once less.
 - The output of a norm is not saved for the tiled MLP or linear layer that reads it: they recompute it from the norm's
   input, which is saved anyway (`InputSource`).
-- The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`)."""
+- The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`).
+- The output of a norm whose readers go tile by tile, such as a tiled MLP, is never computed whole (`Uncomputed`)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from longspan.comm.tensor import BareModule
-from longspan.compat.torch_api import not_compiled, waits_for_gradient
+from longspan.compat.torch_api import (
+    TENSOR_FACTS,
+    as_subclass,
+    not_compiled,
+    waits_for_gradient,
+    without_torch_function,
+)
 from longspan.core.errors import LongspanError
 from longspan.losses.tile_gradients import TileGradients, autocast_state
 
@@ -58,6 +66,9 @@ class Tiled:
         self.bare = BareModule(module)
         self.compute, self.trained = self.bare.forward, self.bare.trained
         self.checked, self.on = False, True
+        # Of a norm: whether all readers of its output go tile by tile, so that it is not computed; None: not known yet.
+        self.uncomputed: bool | None = None
+        self.out_dtypes = dict[tuple[torch.dtype, bool], torch.dtype]()  # of outputs, by input and autocast
         self.saves_router_logits = False  # those of the routers within it, of all tokens, for the router loss
         self.routers = [
             TiledRouter(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
@@ -100,7 +111,15 @@ class Tiled:
         if tiles == 1:
             return self.compute(hidden)
         self._check_independence(hidden)
-        return self._result(_run_tiles(self, hidden, tiles), hidden)
+        note_tile_reader(hidden)
+        return self._result(self._noted(_run_tiles(self, hidden, tiles), hidden), hidden)
+
+    def _noted(self, outs: Sequence[Tensor], hidden: Tensor) -> Sequence[Tensor]:
+        """Return a norm's output, known as such to its readers."""
+        if self.cheap and outs[0].shape == hidden.shape:
+            self.out_dtypes[hidden.dtype, casts(hidden.device)] = outs[0].dtype
+            setattr(outs[0], _NORM, self)
+        return outs
 
     def _forward_with_grad(self, hidden: Tensor) -> Any:
         self._check_independence(hidden)
@@ -109,6 +128,9 @@ class Tiled:
             return self.compute(hidden)
         source, saved = InputSource.of(hidden), hidden
         norm_input = None if source is None or self.cheap else _input_of_norm(hidden)
+        if norm_input is None and isinstance(hidden, Uncomputed):
+            saved = hidden = hidden.whole()
+        note_tile_reader(hidden)
         if norm_input is not None:
             assert source is not None and source.norm is not None
             both = _NormThenModule(source.norm, self)
@@ -118,10 +140,21 @@ class Tiled:
         if source is None and hidden.requires_grad:
             saved = _SaveInput.apply(hidden)  # type: ignore[no-untyped-call]
             source = InputSource(_SavedInput(saved.grad_fn), None, hidden.dtype)
-        outs = _TiledCall.apply(self, source, saved, None, *parameters.values())  # type: ignore[no-untyped-call]
+        dtype = self._dtype_if_uncomputed(hidden) if self.cheap and source is not None else None
+        outs = _TiledCall.apply(self, source, saved, dtype, *parameters.values())  # type: ignore[no-untyped-call]
         if self.cheap and source is not None:
             setattr(outs[0], _NORM_INPUT, saved)
+            if dtype is None:
+                self._noted(outs, hidden)
+            else:
+                outs[0].made_by = self
         return self._result(outs, hidden)
+
+    def _dtype_if_uncomputed(self, hidden: Tensor) -> torch.dtype | None:
+        """Return the dtype of a norm's output that is not to be computed whole; None if it is."""
+        if not self.uncomputed or self.module._forward_hooks or self.count_tiles(hidden) == 1:
+            return None
+        return self.out_dtypes.get((hidden.dtype, casts(hidden.device)))
 
     def _result(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
         """Return the module's own output, and show the logits of all tokens to each router's hooks."""
@@ -220,6 +253,66 @@ class _NormThenModule:
 _NORM_INPUT = "longspan_norm_input"
 """Attribute of a norm's output: the norm's input, with its gradient."""
 
+_NORM = "longspan_norm"
+"""Attribute of a norm's whole output: the norm."""
+
+
+class Uncomputed(Tensor):
+    """Stands for a tensor that exists tile by tile: it has no memory. A function of torch gets the whole tensor."""
+
+    made_by: Tiled  # the norm
+
+    @classmethod
+    def like(cls, x: Tensor, shape: torch.Size, dtype: torch.dtype, *, requires_grad: bool) -> Any:
+        """Return a stand-in on the device of `x`. Values that are read by mistake are not a number."""
+        nothing = x.new_full((), float("nan"), dtype=dtype).expand(shape)
+        return as_subclass(cls, nothing, requires_grad)
+
+    @property
+    def norm_input(self) -> Tensor:
+        found: Tensor = getattr(self, _NORM_INPUT)
+        return found
+
+    def whole(self) -> Tensor:
+        """Compute the tensor. The norm computes its whole output from now on: it has a reader that needs it."""
+        self.made_by.uncomputed = False
+        found: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
+        return found
+
+    def compute(self) -> Tensor:
+        """Return the values of `whole`."""
+        with torch.no_grad():
+            (out,) = _run_tiles(self.made_by, self.norm_input, self.made_by.count_tiles(self.norm_input))
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in TENSOR_FACTS:
+            return without_torch_function(func, *args, **kwargs or {})
+        args, kwargs = tree_map(lambda x: x.whole() if isinstance(x, Uncomputed) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Whole(torch.autograd.Function):
+    """The output of a norm, computed late; its gradient is that of the stand-in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Uncomputed) -> Tensor:
+        node: Any = x.grad_fn
+        ctx.tiled, ctx.source = node.tiled, node.source  # for `InputSource.of`
+        return x.compute()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def note_tile_reader(x: Tensor) -> None:
+    """Note that `x` is read tile by tile, if it is the whole output of a tiled norm."""
+    norm: Tiled | None = getattr(x, _NORM, None)
+    if norm is not None and norm.uncomputed is None:
+        norm.uncomputed = True
+
 
 def _input_of_norm(normed: Tensor) -> Tensor | None:
     """Return the input of the norm that made `normed`; None if unknown, or if `normed` itself needs its gradient."""
@@ -295,7 +388,8 @@ class _TiledCall(torch.autograd.Function):
     """Compute all tiles; in the backward, recompute each with its gradients.
 
     With `_NormThenModule`, `hidden` is the norm's input and `normed` its output. `normed` gets no gradient from here,
-    but keeps its edge: the norm's node runs after all readers of `normed`, and frees the saved input.
+    but keeps its edge: the norm's node runs after all readers of `normed`, and frees the saved input. If `normed` is a
+    dtype, the output is not computed (`Uncomputed`).
     """
 
     @staticmethod
@@ -304,7 +398,7 @@ class _TiledCall(torch.autograd.Function):
         tiled: Tiled | _NormThenModule,
         source: InputSource | None,
         hidden: Tensor,
-        normed: Tensor | None,
+        normed: Tensor | torch.dtype | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.tiled, ctx.source = tiled, source
@@ -313,12 +407,17 @@ class _TiledCall(torch.autograd.Function):
             ctx.save_for_backward(hidden)
         hidden_needs_grad, _, *parameters_need_grad = ctx.needs_input_grad[2:]
         ctx.needs_grad = [hidden_needs_grad, *parameters_need_grad]
-        ctx.last_reader = source is not None and source.norm is None and normed is None
+        ctx.last_reader = source is not None and source.norm is None and not isinstance(normed, Tensor)
         ctx.state = ForwardState(hidden.device, draws=tiled.draws)
         module = _module_of(tiled)
         ctx.saves_router_logits = module.saves_router_logits
         ctx.tiles = module.count_tiles(hidden)
-        outs = _run_tiles(module, hidden if normed is None else normed, ctx.tiles)
+        if isinstance(normed, torch.dtype):
+            return (Uncomputed.like(hidden, hidden.shape, normed, requires_grad=False),)
+        if isinstance(normed, Uncomputed):
+            outs = _run_tiles(tiled, hidden, ctx.tiles)
+        else:
+            outs = _run_tiles(module, hidden if normed is None else normed, ctx.tiles)
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return tuple(outs)
 
@@ -377,7 +476,7 @@ def _tiled_gradients(
     )
 
 
-def _run_tiles(tiled: Tiled, hidden: Tensor, tiles: int) -> list[Tensor]:
+def _run_tiles(tiled: Tiled | _NormThenModule, hidden: Tensor, tiles: int) -> list[Tensor]:
     """Return all outputs of a module for all tokens."""
     outs: list[Tensor] = []
     for span, tile in tiles_of(hidden, tiles):
@@ -386,6 +485,11 @@ def _run_tiles(tiled: Tiled, hidden: Tensor, tiles: int) -> list[Tensor]:
         for out, x in zip(outs, of_tile, strict=True):
             _at(out, hidden, span).copy_(_tokens_first(x, tile.shape[1]))
     return outs
+
+
+def casts(device: torch.device) -> bool:
+    """Return whether autocast is on."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _count(hidden: Tensor) -> int:

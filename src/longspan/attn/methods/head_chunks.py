@@ -120,7 +120,11 @@ class _ChunkedAttention(torch.autograd.Function):
             out, lses = _forward(q, k, v, method, scores, received, computed, results)
             if saved_attentions is not None and results is not None:
                 saved_attentions.save(results)
-            ctx.specs = [(x.shape, x.dtype) for x in (q, k, v)]
+            ctx.specs, ctx.received = [(x.shape, x.dtype) for x in (q, k, v)], None
+            if computed is not None:
+                # This runs within the backward of the layer. Hold the tensors here, so that `_backward` can free them:
+                # autograd would hold saved ones until this node's backward returns.
+                ctx.received, received = received, None
             ctx.save_for_backward(sinks, *lses, *itertools.chain(*received or []))
             return out
         if saved_attentions is None:
@@ -151,7 +155,11 @@ class _ChunkedAttention(torch.autograd.Function):
         method: ChunkedUlysses = ctx.method
         if not method.recompute_all_to_all:
             sinks, *rest = ctx.saved_tensors
-            lses, received = rest[: len(method.chunks)], _by_chunk(rest[len(method.chunks) :], method)
+            lses, received = rest[: len(method.chunks)], ctx.received
+            if received is None:
+                received = _by_chunk(rest[len(method.chunks) :], method)
+            ctx.received = None
+            del rest
             return _backward([grad], [], received, lses, ctx.specs, method, replace(ctx.scores, sinks=sinks))
         q, k, v, sinks, *saved = ctx.saved_tensors
         out, *lses = saved if ctx.saved_attention is None else ctx.saved_attention.tensors()

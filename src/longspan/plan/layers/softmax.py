@@ -273,20 +273,21 @@ class Softmax(TokenMixing):
         return Buffers(0, d_out + max(computing, *((sending, returning) if all_to_all else ())))
 
     def _of_slices(self, parts: tuple[Softmax, ...], c: CostContext) -> Buffers:
-        """Return the peak buffers of the widest slice, and the gradient of the layer's normed input.
+        """Return the peak buffers of the widest slice, as the second: the gradient of the layer's normed input exists
+        from the end of the first slice on, in which the first slice's output is freed.
 
-        A slice holds what its all-to-all received and its output's gradient until its own gradients are packed.
+        A slice holds what its all-to-all received until its own gradients are packed, and its output's gradient.
         """
         part = max(parts, key=lambda each: each.max_heads(c.mesh).q)
         heads, mine, u = part.max_heads(c.mesh), part.local_heads(c.mesh), c.mesh.ulysses
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b
         gradients = in_heads * (heads.q + heads.kv)
-        held = gradients + in_tokens * (mine.out + c.d)
+        held = gradients + in_tokens * (mine.out + c.d) - in_heads * heads.out
         if c.mesh.ring > 1:
             ring = part._ring_backward(c)
             return Buffers(ring.comm, ring.workspace + held)
         computing = gradients + in_heads * heads.out * (u > 1) + part._kernel_backward(c)
-        return Buffers(0, held + max(computing, 2 * gradients * (u > 1)))
+        return Buffers(0, held + computing)
 
     def _ring_backward(self, c: CostContext) -> Buffers:
         """Return the buffers of a backward over a ring."""
