@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.attn.kernels.base import tokens_first
 from longspan.attn.methods.base import SavedAttentions
 from longspan.attn.methods.local import LocalAttention, owns_storage
 from longspan.attn.score import Scores
@@ -275,11 +276,16 @@ def _backward(
         scattered.clear()
         if chunk.first_of_kv:
             kv[:] = received_kv
-        k_BkTD, v_BkTV = kv
-        dq_BhSD, dkv = q_BhSD, [k_BkTD, v_BkTV]  # empty tensors if this rank has no head in the chunk
-        if chunk.local.q_heads:
+        del received_kv
+        if not chunk.local.q_heads:  # this rank has no head in the chunk: empty tensors
+            dq_BhSD, dkv = q_BhSD, [*kv]
+        else:
             heads = chunk.local.q_start, chunk.local.q_stop
-            local = chunk.attention.pack(q_BhSD, k_BkTD, v_BkTV, saved=False)
+            local = chunk.attention.pack(q_BhSD, *kv, saved=False)
+            if local.packed is not None and chunk.last_of_kv:
+                # Copy q as well, so that what the all-to-all received is freed.
+                q_BhSD = tokens_first(q_BhSD)
+                kv.clear()
             dq_BhSD, *dkv, chunk_dsinks = chunk.attention.backward(
                 q_BhSD, local, (out_BhSV, lses[number], grad_BhSV), scores.of_heads(*heads)
             )
@@ -292,7 +298,7 @@ def _backward(
             dkv = [x.to(dtype) for x, (_, dtype) in zip(sums, kv_specs, strict=True)]
             sums.clear()
         grads = [dq_BhSD, *dkv]
-        del received_kv, q_BhSD, out_BhSV, grad_BhSV, k_BkTD, v_BkTV, dq_BhSD, dkv
+        del q_BhSD, out_BhSV, grad_BhSV, dq_BhSD, dkv
         if not chunk.last_of_kv:
             return _gather([dq], grads[:1], chunk, method)
         kv.clear()

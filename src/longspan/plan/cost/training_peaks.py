@@ -213,9 +213,6 @@ def _recomputed_all_to_all(layer: LayerShape, c: CostContext) -> int:
     if c.mesh.ulysses == 1:
         packed = 0
     needed: int = max(qkv + 2 * packed, qkv + (packed + 3 * out) * c.job.memory.recomputes_layers)
-    if len(parts) == 1:
-        return needed
-    # The slices' outputs, and their sum; with `tiled` the normed input does not exist.
-    in_sum = 0 if c.job.memory.tiled else c.tokens * c.d * c.b
-    outputs: int = layer.mixing.saved(c) * c.tokens
-    return needed + outputs - out + in_sum
+    if len(parts) > 1:  # the slices' outputs, and their sum; with `tiled` the normed input does not exist
+        needed += layer.mixing.saved(c) * c.tokens - out + (0 if c.job.memory.tiled else c.tokens * c.d * c.b)
+    return needed

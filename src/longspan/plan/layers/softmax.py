@@ -276,16 +276,18 @@ class Softmax(TokenMixing):
         """Return the peak buffers of the widest slice, as the second: the gradient of the layer's normed input exists
         from the end of the first slice on, in which the first slice's output is freed.
 
-        A slice holds what its all-to-all received until its own gradients are packed, and its output's gradient.
+        A slice holds what its all-to-all received until its own gradients are packed (on a ring, q alone: the own block
+        of K and V is packed first), and its output's gradient.
         """
         part = max(parts, key=lambda each: each.max_heads(c.mesh).q)
         heads, mine, u = part.max_heads(c.mesh), part.local_heads(c.mesh), c.mesh.ulysses
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b
-        gradients = in_heads * (heads.q + heads.kv)
-        held = gradients + in_tokens * (mine.out + c.d) - in_heads * heads.out
+        held = in_heads * (heads.q - heads.out) + in_tokens * (mine.out + c.d)
         if c.mesh.ring > 1:
             ring = part._ring_backward(c)
             return Buffers(ring.comm, ring.workspace + held)
+        held += in_heads * heads.kv
+        gradients = in_heads * (heads.q + heads.kv)
         computing = gradients + in_heads * heads.out * (u > 1) + part._kernel_backward(c)
         return Buffers(0, held + computing)
 
