@@ -29,8 +29,8 @@ class Mask:
     To add an option, add a field here and extend `pairwise`; if regions can describe it, extend `segment_regions` and
     name it in `BY_REGIONS` (attn/kernels/base.py), else in the `computes` of each kernel that follows it: other kernels
     refuse it. If it differs from row to row, extend `varies_by_row` and `row_groups`; for models, extend `_mask` of
-    hf/forward/attention.py. `longspan.attention` accepts every field but `segments`, `nodes` and `bidirectional` as a
-    keyword argument.
+    hf/forward/attention.py. The keywords of `longspan.attention` (api.py) are written by hand: every field but
+    `segments`, `nodes` and `bidirectional` has one.
 
     Attributes:
         causal: j <= i.

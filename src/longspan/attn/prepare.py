@@ -140,7 +140,7 @@ def prepare(
     method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank])
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
-    if recompute_all_to_all or saves or overlap_chunks > 1:
+    if recompute_all_to_all or saves or overlap_chunks > 1:  # the same all-to-alls and method, for some heads at a time
         chunks = _head_chunks(cast(LocalAttention, method), chunks_by_kv, sp.ulysses_rank, shapes.device)
         sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
         method = ChunkedUlysses(group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1)

@@ -8,10 +8,13 @@
 | changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
 | ranks that see different folders | the marker's CRC-32, compared over the ranks | `_check` |
 
+A checkpoint is whole if its marker, `complete.json`, fits all files: rank 0 renames the marker into place when every
+rank has written its files and their checksums are gathered (`Saver`, saving.py).
+
 All ranks together find a checkpoint to resume from. `read_verified` returns the one at a path, and raises if it is
-damaged, so a run that is told this path ends. `newest_undamaged` returns a run's newest that is undamaged, and what is
-wrong with newer ones; these stay on the disk until the resumed run saves their steps again. `Saver` (saving.py) writes
-the marker when all ranks have written their files.
+damaged, so a run that is told this path ends. `newest_undamaged` tries a run's checkpoints from the highest step down;
+it returns the first that is undamaged, and what is wrong with newer ones. These stay on the disk until the resumed run
+saves: a save of the same step replaces one, and with `keep` a save removes complete ones of later steps.
 """
 
 from __future__ import annotations

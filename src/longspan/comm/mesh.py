@@ -148,6 +148,7 @@ def init_mesh(
 
 
 def _join(axes: Axes, device_type: str | None = None, timeout: float | None = None) -> DeviceMesh | MeshGroups:
+    """Return the mesh of the axes. Join the job first, if `joined` (ranks/launch.py) or the user has not."""
     job = None if dist.is_initialized() else read_job()
     world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
     if axes.ranks != world:

@@ -52,6 +52,7 @@ def loss_sum(
     total: Any
     if isinstance(logits, DeferredLogits):
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        # The head's parameters, whole as FSDP has gathered them: it reduce-scatters the gradients that they get here.
         total = _DeferredLossSum.apply(  # type: ignore[no-untyped-call]
             logits, labels_T, weights_T, terms, hidden_TD, *logits.head.bare.trained().values()
         )

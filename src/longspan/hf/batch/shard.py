@@ -194,7 +194,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
 def read_batch(
     batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True, own_positions: Tensor | None = None
 ) -> tuple[dict[str, Any], SequenceInfo]:
-    """Check a batch that the ranks of `sp` share, and return it whole, with its facts.
+    """Check a batch that the ranks of `sp` share, and return it whole, with its facts: in `ShardBatch.check`.
 
     Its `labels` and `loss_weights` are shifted, and the marks that the facts contain left out. `own_positions` are ids
     that the model computes itself if the batch has none; they mark no documents.
@@ -225,7 +225,7 @@ def read_batch(
 
 
 def cut_batch(whole: Mapping[str, Any], info: SequenceInfo) -> dict[str, Any]:
-    """Return my tokens of what `read_batch` returned; `position_ids` are always present."""
+    """Return my tokens of what `read_batch` returned, in `ShardBatch.before`; `position_ids` are always present."""
     cut = dict(whole)
     for key in _CUT:
         if key in whole:

@@ -194,7 +194,7 @@ class ForwardHooks:
             stage.reset()
 
     def _raise_on_every_rank(self, call: ForwardCall, problem: Exception | None) -> None:
-        """Raise on every rank if a rank has a problem, or if the ranks' batches differ. Collective.
+        """Raise on every rank if a rank has a problem, or if the ranks' batches differ (`BatchCheck`). Collective.
 
         They compare names, shapes, dtypes and the values on the CPU. Values on a GPU, for which the host waits, are
         compared in the first three forwards and every hundredth. `longspan generate` compares every 64th new token.

@@ -176,6 +176,7 @@ class VisionTower(Stage):
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
+            # `mm_encoder_outputs`: the model's forward inserts these rows at my placeholders, and runs no tower.
             call.inputs[ENCODER_OUTPUTS] = outputs
 
     def _encoders(self, call: ForwardCall) -> list[Encoder]:
@@ -251,6 +252,7 @@ class PromptPictures:
 def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding, *, whole: bool) -> Any:
     """Return the tower's output for my placeholders, in their order, of units that the ranks share out. Collective.
 
+    Neighbouring units go to one rank, so that the most that a rank encodes is least; some ranks may have none.
     Embeddings are sent in one all-to-all, and their gradients back in another.
     `whole`: every rank holds all tokens.
     """

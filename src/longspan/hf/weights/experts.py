@@ -78,7 +78,8 @@ class ExpertParallel:
     def _through(self, rows_RD: Tensor, slots: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Send rows, sorted by slot, to the experts' ranks, compute, and receive the outputs in the same order.
 
-        The host waits for the numbers of rows, as it must tell gloo and NCCL how many to receive.
+        Gradients go back by the same two all-to-alls, reversed. The host waits for the numbers of rows, as it must tell
+        gloo and NCCL how many to receive.
         """
         held, group = self.layout.held, self.group.name
         counts = torch.zeros(self.group.size * held, dtype=torch.int64, device=slots.device)
@@ -205,6 +206,7 @@ class ExpertSharding:
         self.sp, self.groups = sp, groups
         mesh = sp.expert_mesh(groups.size)
         self.group = TensorGroup.of(mesh.get_group("experts"))
+        # FSDP gathers each expert's weights, and averages its gradients, over the ranks that hold the same experts.
         self.placement = PlacementOn(mesh["replicas"])
         self.whole: dict[str, torch.Size] = {}
         self.layouts = dict[str, ExpertLayout]()
