@@ -36,7 +36,7 @@ LABELS = {  # in the picture
     "longspan few": 'longest, checkpointing="grouped"',
 }
 SHAPES = {  # 80 layers are those of a 70B
-    "shallow": steps.Shape(layers=4, hidden=256, ffn=512, q_heads=4, vocab=2048),
+    "shallow": steps.Shape(layers=4, hidden=256, ffn=512, vocab=2048),
     "deep": steps.Shape(layers=80, hidden=64, ffn=128, q_heads=4, vocab=2048),
 }
 MIB_OF = {"shallow": 96, "deep": 48}

@@ -290,7 +290,7 @@ def _unpack(recv: Tensor, spans: HeadSpans, outs_BLHD: list[Tensor]) -> list[Ten
     """Mirror `_pack` into `outs_BLHD`: the parts of a replicated head are summed, in fp32 or wider."""
     pairs = _pair_parts(recv, spans, outs_BLHD)
     if pairs is not None:
-        for part_GRLBhD, out_GLBhD in pairs:  # torch sums half precision in fp32 and rounds once
+        for part_GRLBhD, out_GLBhD in pairs:  # regular cuts; torch sums half precision in fp32 and rounds once
             copy_wide(out_GLBhD, part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1))
         return outs_BLHD
     wide = torch.promote_types(recv.dtype, torch.float32)

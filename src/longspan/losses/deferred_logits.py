@@ -175,7 +175,7 @@ class Head:
         self.defer_next = False
         self.observer: Callable[[Tensor], None] | None = None  # called with each tile of logits
         self.vocab_shard: VocabShard | None = None  # mine, if a tensor group shards the vocabulary
-        self.gather: Callable[[], None] | None = None  # gathers the weights, if they are sharded
+        self.gather: Callable[[], None] | None = None  # set by `parallelize` for weights that FSDP shards
         # Set on the instance, so that hooks around `__call__`, FSDP's too, still run. A compiler breaks its graph here.
         module.forward = not_compiled(self._forward)
 

@@ -1,8 +1,8 @@
 """Start one process per rank on this machine, or join the job that torchrun or srun has started.
 
-`run` is a command: it opens the inputs and does the work on every rank. `launch(entry, *args, nproc=N)` runs any
-function; `entry` puts its work into `joined()`, which makes the process group and watches the ranks. Whatever happens,
-all ranks end:
+`launch(entry, *args, nproc=N)` runs a function, such as `longspan.train.command.train`, on every rank; `entry` puts its
+work into `joined()`, which makes the process group and watches the ranks. `run` does both for the other commands, with
+inputs that are opened before the ranks start. Whatever happens, all ranks end:
 
 - A rank that ends before it has reported a result has failed, whatever its exit code. The others are then killed:
   without it they cannot even save.

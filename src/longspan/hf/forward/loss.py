@@ -237,7 +237,7 @@ class HeldBackLabels(Stage):
         inputs["return_dict"] = True
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        # The head's weight is still whole: FSDP frees the group of norm and head only in its backward.
+        # The head's weight is still whole: `reshard_after_forward=False` of the norm and head (hf/weights/fsdp.py).
         losses = {} if call.router_loss is None else {"aux_loss": call.router_loss}
         if self.labels is not None:
             losses["loss"] = self.loss(call, output["logits"], self.labels)

@@ -206,7 +206,8 @@ class ExpertSharding:
         self.sp, self.groups = sp, groups
         mesh = sp.expert_mesh(groups.size)
         self.group = TensorGroup.of(mesh.get_group("experts"))
-        # FSDP gathers each expert's weights, and averages its gradients, over the ranks that hold the same experts.
+        # FSDP gathers each expert's weights, and sums its gradients, over the ranks that hold the same experts; the sum
+        # is divided by the number of all ranks (`average_gradients`).
         self.placement = PlacementOn(mesh["replicas"])
         self.whole: dict[str, torch.Size] = {}
         self.layouts = dict[str, ExpertLayout]()
