@@ -146,7 +146,8 @@ def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
         yield Row("not begun", "", f"{STOPPED}: the time of the whole report was up")
         return
     begin = time.monotonic()
-    context = multiprocessing.get_context("fork")  # everything is imported, and this process has not used the GPU
+    # A fork has all imports. It cannot use a GPU that an import has used: torchao's does.
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     receiver, sender = context.Pipe(duplex=False)
     until = begin + limit_s
     child = context.Process(target=_child, args=(item, replace(setup, until=until), sender))

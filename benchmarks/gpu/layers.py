@@ -165,7 +165,7 @@ def experts(setup: Setup) -> Iterator[Row]:
         "hidden_size": 1024, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "head_dim": 64,
         "num_attention_heads": 16,
     }  # fmt: skip
-    ids = torch.zeros(1, setup.size(16384, 64), dtype=torch.int64, device=setup.device)
+    ids = torch.randint(61, (1, setup.size(16384, 64)), device=setup.device)
     for name, tiled in (("eager", False), ("grouped_mm", False), ("grouped_mm", True)):
 
         def run(name: str = name, tiled: bool = tiled) -> tuple[str, str, float]:
@@ -211,7 +211,7 @@ def adapters(setup: Setup) -> Iterator[Row]:
     """LoRA and QLoRA (4-bit weights, bitsandbytes) on one device, against the plan."""
     config = {
         **WIDE,
-        **setup.size({"num_hidden_layers": 8, "hidden_size": 2048}, {"hidden_size": 128, "vocab_size": 512}),
+        **setup.size({"num_hidden_layers": 8, "num_attention_heads": 16}, {"hidden_size": 128, "vocab_size": 512}),
     }
     for what, quantize in (("LoRA", False), ("QLoRA", True)):
         step = Step(config, {}, setup.size(16384, 256), FULL, tuning=Tuning(lora=16, quantize=quantize))
@@ -232,7 +232,7 @@ def auto(setup: Setup) -> Iterator[Row]:
         free = torch.cuda.mem_get_info()[1] // 2 if setup.on_gpu else 0
         taken = torch.empty(free, dtype=torch.uint8, device=setup.device)
         with fake_world(0, 1):
-            model = Step(config, {}, context).origin.build().to(setup.device)
+            model = Step(config, {}, context).build(torch.device(setup.device))
             model = longspan.parallelize(model, setup.one_device(), memory="auto").train()
             ids = torch.zeros(1, context, dtype=torch.int64, device=setup.device)
             with torch.autocast(setup.device, BF16):
@@ -290,7 +290,9 @@ def compiled(setup: Setup) -> Iterator[Row]:
         def run(what: str = what, change: Callable[[Any], object] = change) -> tuple[Any, ...]:
             step = _llama(setup)
             with first_rank(setup, step) as sp, _liger() if what == "Liger" else mock.patch.dict({}):
-                found = measure(setup, *trained(step, sp, change))
+                found = measure(
+                    setup, *trained(step, sp, change, warm=step.context)
+                )  # a compiler starts anew at a length
             return written(found), MEASURED, found
 
         if what == "Liger" and importlib.util.find_spec("liger_kernel") is None:

@@ -44,7 +44,7 @@ from tests.fakes import fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WARM = 1024
-"""Tokens of the step that allocates the optimizer's state."""
+"""Tokens of a first step, which allocates the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ Run = Callable[..., None]
 
 
 def trained(
-    step: Step, sp: longspan.SequenceSharding, change: Callable[[Any], object] = lambda model: None
+    step: Step, sp: longspan.SequenceSharding, change: Callable[[Any], object] = lambda model: None, warm: int = WARM
 ) -> tuple[Run, Callable[[], int]]:
-    """Return a training step (forward, backward and AdamW) that has run once, and the bytes that it always holds.
+    """Return a training step (forward, backward and AdamW) and the bytes that it always holds. Collective.
 
-    `change` is called with the parallelized model. Collective.
+    It has run once, with `warm` tokens. `change` is called with the parallelized model.
     """
     model = step.model(sp)
     change(model)
@@ -215,7 +215,7 @@ def trained(
         states = (x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
         return sum(local_part(x).nbytes for x in (*model.parameters(), *states))
 
-    run(None if len(batch) > 2 else min(WARM, step.context))  # pictures need all their tokens
+    run(None if len(batch) > 2 else min(warm, step.context))  # pictures need all their tokens
     return run, at_rest
 
 
