@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -17,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 import longspan
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, Row, Setup, written
 from benchmarks.gpu.steps import BF16, FULL, WIDE, Step, device_hardware, fake_step, first_rank, measure, trained
-from longspan.core.errors import require
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.state import state_of
 from longspan.plan import Job, longest_context
@@ -63,40 +63,46 @@ LONG = {"max_position_embeddings": 1 << 20}
 
 def mixers(setup: Setup) -> Iterator[Row]:
     """Forward and backward of recurrent layers on the last rank of 8, which receives the states of seven; nothing is
-    sent. Each kind of linear attention runs in plain torch and by flash-linear-attention; of the models, one layer and
-    its neighbours, as transformers chooses."""
-    without = {name: None for name in sys.modules if name.partition(".")[0] == "fla"} | {"fla": None}
-    for fla in (False, True):
+    sent. Each kind of linear attention runs in plain torch and by flash-linear-attention; small models of Mamba and of
+    short convolutions run as transformers chooses."""
+    missing = None if importlib.util.find_spec("fla") else "flash-linear-attention is not installed"
+    missing = missing if setup.on_gpu else "flash-linear-attention needs a GPU"
+    for name, around in (("plain torch", _without_fla), ("flash-linear-attention", contextlib.nullcontext)):
         for what, kind in KINDS.items():
-
-            def run(kind: tuple[bool, bool, bool] = kind, fla: bool = fla) -> tuple[str, str, float]:
-                if fla:
-                    require("this row", "fla")
-                with fake_world(RANKS - 1, RANKS), mock.patch.dict(sys.modules, {} if fla else without):
-                    return _seconds(setup, _linear_attention(setup, *kind))
-
-            name = "flash-linear-attention" if fla else "plain torch"
-            if fla and (not setup.on_gpu or importlib.util.find_spec("fla") is None):
-                reason = "its kernels need a GPU" if not setup.on_gpu else "it is not installed"
-                yield Row(f"{what}, {name}", "", f"{SKIPPED}: {reason}")
+            measured = functools.partial(_last_rank, setup, functools.partial(_linear_attention, setup, *kind), around)
+            if missing is None or around is _without_fla:
+                yield setup.row(f"{what}, {name}", measured, 3.0)
             else:
-                yield setup.row(f"{what}, {name}", run, 3.0)
+                yield Row(f"{what}, {name}", "", f"{SKIPPED}: {missing}")
     for family, changes in MODELS.items():
-
-        def run_model(family: str = family, changes: dict[str, Any] = changes) -> tuple[str, str, float]:
-            with fake_world(RANKS - 1, RANKS):
-                sp = longspan.SequenceSharding(longspan.init_mesh(ring=RANKS, device_type=setup.device))
-                changes = {**setup.size(changes, {}), **(LONG if family == "Lfm2" else {})}
-                model = build(family, **changes).to(setup.device, BF16 if setup.on_gpu else None)
-                model = longspan.parallelize(model, sp, fsdp=False, check_batches=0).train()
-                ids = torch.zeros(1, RANKS * setup.size(16384, 32), dtype=torch.int64, device=setup.device)
-                return _seconds(setup, lambda: model(input_ids=ids, labels=ids).loss.backward())
-
-        yield setup.row(f"a model of {family}", run_model, 5.0)
+        model = functools.partial(_recurrent_model, setup, family, setup.size(changes, {}))
+        yield setup.row(f"a model of {family}", functools.partial(_last_rank, setup, model), 5.0)
 
 
-def _linear_attention(setup: Setup, decays: bool, per_key: bool, delta: bool) -> Callable[[], None]:
-    sp = longspan.SequenceSharding(longspan.init_mesh(ring=RANKS, device_type=setup.device))
+@contextlib.contextmanager
+def _without_fla() -> Iterator[None]:
+    """Let imports of flash-linear-attention fail."""
+    imported = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "fla"}
+    sys.modules.update({"fla": None} | dict.fromkeys(imported))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        del sys.modules["fla"]
+        sys.modules.update(imported)
+
+
+def _last_rank(
+    setup: Setup, make: Callable[..., Callable[[], object]], around: Callable[[], Any] = contextlib.nullcontext
+) -> tuple[str, str, float]:
+    """Time what `make` returns on the last rank of a ring."""
+    with fake_world(RANKS - 1, RANKS), around():
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=RANKS, device_type=setup.device))
+        return _seconds(setup, make(sp))
+
+
+def _linear_attention(
+    setup: Setup, decays: bool, per_key: bool, delta: bool, sp: longspan.SequenceSharding
+) -> Callable[[], object]:
     n, heads, dim = setup.size((16384, 16, 128), (64, 2, 8))
     options: dict[str, Any] = {"device": setup.device, "dtype": BF16 if setup.on_gpu else None}
     q, k, v = (torch.randn(1, n, heads, dim, **options).requires_grad_() for _ in range(3))
@@ -111,6 +117,17 @@ def _linear_attention(setup: Setup, decays: bool, per_key: bool, delta: bool) ->
         _backward(longspan.linear_attention(q, keys, v, sp=sp, length=RANKS * n, **more))
 
     return run
+
+
+def _recurrent_model(
+    setup: Setup, family: str, changes: dict[str, Any], sp: longspan.SequenceSharding
+) -> Callable[[], object]:
+    model = build(family, **changes, **(LONG if family == "Lfm2" else {})).to(
+        setup.device, BF16 if setup.on_gpu else None
+    )
+    model = longspan.parallelize(model, sp, fsdp=False, check_batches=0).train()
+    ids = torch.randint(61, (1, RANKS * setup.size(16384, 32)), device=setup.device)
+    return lambda: model(input_ids=ids, labels=ids).loss.backward()
 
 
 # --- host waits
@@ -209,12 +226,10 @@ def trees(setup: Setup) -> Iterator[Row]:
 
 def adapters(setup: Setup) -> Iterator[Row]:
     """LoRA and QLoRA (4-bit weights, bitsandbytes) on one device, against the plan."""
-    config = {
-        **WIDE,
-        **setup.size({"num_hidden_layers": 8, "num_attention_heads": 16}, {"hidden_size": 128, "vocab_size": 512}),
-    }
+    full, small = {"num_hidden_layers": 8, "num_attention_heads": 16}, {"hidden_size": 128, "vocab_size": 512}
     for what, quantize in (("LoRA", False), ("QLoRA", True)):
-        step = Step(config, {}, setup.size(16384, 256), FULL, tuning=Tuning(lora=16, quantize=quantize))
+        tuning = Tuning(lora=16, quantize=quantize)
+        step = Step({**WIDE, **setup.size(full, small)}, {}, setup.size(16384, 256), FULL, tuning=tuning)
         yield from fake_step(setup, what, step)
 
 
@@ -222,7 +237,7 @@ def adapters(setup: Setup) -> Iterator[Row]:
 
 
 def auto(setup: Setup) -> Iterator[Row]:
-    """`memory="auto"` while half of the GPU's memory is taken: a step for which no option would need 0.8 of it all."""
+    """`memory="auto"` while half of the GPU's memory is taken: a step that without memory options needs 0.8 of it."""
     config = {**WIDE, **setup.size({"num_hidden_layers": 32}, {"hidden_size": 128, "intermediate_size": 352})}
     shape, hardware = shape_from_config(config, "benchmark"), device_hardware(setup)
     most = dataclasses.replace(hardware, memory_bytes=0.8 * hardware.memory_bytes)
@@ -279,26 +294,24 @@ def kernels_of_a_step(setup: Setup) -> Iterator[Row]:
 def compiled(setup: Setup) -> Iterator[Row]:
     """The same step as it is, with layers compiled one by one (`longspan.compile_layers`), and with Liger's fused norm,
     RoPE and SwiGLU."""
-    options = setup.size({}, {"backend": "aot_eager"})
-    changes: dict[str, Callable[[Any], object]] = {
-        "as it is": lambda model: None,
-        "compiled layers": functools.partial(longspan.compile_layers, **options),
-        "Liger": lambda model: None,
-    }
-    for what, change in changes.items():
 
-        def run(what: str = what, change: Callable[[Any], object] = change) -> tuple[Any, ...]:
-            step = _llama(setup)
-            with first_rank(setup, step) as sp, _liger() if what == "Liger" else mock.patch.dict({}):
-                found = measure(
-                    setup, *trained(step, sp, change, warm=step.context)
-                )  # a compiler starts anew at a length
-            return written(found), MEASURED, found
+    def run(change: Callable[[Any], object], patched: Callable[[], Any]) -> tuple[Any, ...]:
+        step = _llama(setup)
+        with first_rank(setup, step) as sp, patched():
+            found = measure(setup, *trained(step, sp, change, warm=step.context))  # of this length, for a compiler
+        return written(found), MEASURED, found
 
-        if what == "Liger" and importlib.util.find_spec("liger_kernel") is None:
-            yield Row(what, "", f"{SKIPPED}: liger-kernel is not installed")
-        else:
-            yield setup.row(what, run, 20.0)
+    compiling = functools.partial(longspan.compile_layers, **setup.size({}, {"backend": "aot_eager"}))
+    yield setup.row("as it is", functools.partial(run, _as_it_is, contextlib.nullcontext), 10.0)
+    yield setup.row("compiled layers", functools.partial(run, compiling, contextlib.nullcontext), 20.0)
+    if importlib.util.find_spec("liger_kernel") is None:
+        yield Row("Liger", "", f"{SKIPPED}: liger-kernel is not installed")
+    else:
+        yield setup.row("Liger", functools.partial(run, _as_it_is, _liger), 10.0)
+
+
+def _as_it_is(model: Any) -> None:
+    pass
 
 
 def _liger() -> Any:

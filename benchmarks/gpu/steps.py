@@ -172,8 +172,8 @@ def measure(setup: Setup, run: Callable[[], object], at_rest: Callable[[], int])
         times.extend(reduce(seconds, dist.ReduceOp.MAX, device).tolist())
         sent[0] = sum(each.bytes for each in log)
 
-    gc.collect()
     if setup.on_gpu:
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         while not times or (len(times) < 3 and sum(times) < 6):
             timed()
