@@ -283,7 +283,7 @@ def kernels_of_a_step(setup: Setup) -> Iterator[Row]:
     on_gpu = [x for x in profiler.key_averages() if "CUDA" in str(x.device_type)] if setup.on_gpu else None
     name = "self_device_time_total" if setup.on_gpu else "self_cpu_time_total"
     spent = sorted(((getattr(x, name), x) for x in on_gpu or profiler.key_averages()), key=lambda x: -x[0])
-    total = sum(micros for micros, _ in spent)
+    total = max(1e-9, sum(micros for micros, _ in spent))
     share = total / 1e6 / seconds
     yield Row("the step", f"{1e3 * seconds:.1f} ms; busy for {share:.2f} of it", MEASURED, {"seconds": seconds})
     for micros, event in spent[:12]:

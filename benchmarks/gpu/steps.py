@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from tests.counting import count_sent
 from tests.fakes import fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
+FULL = Memory(checkpointing="full")
 WARM = 1024
 """Tokens of a first step, which allocates the optimizer's state."""
 
@@ -54,7 +55,7 @@ class Step:
     config: Mapping[str, Any]
     axes: Mapping[str, int]
     context: int
-    memory: Memory = field(default_factory=lambda: Memory(checkpointing="full"))
+    memory: Memory = FULL
     mode: Mode = "train"
     tuning: Tuning = ALL_TRAINED
     experts: Any = 1
@@ -250,26 +251,25 @@ WIDE: dict[str, Any] = {
 }  # fmt: skip
 """Small enough for a million tokens in ten seconds."""
 GROUPED = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-FULL, TILED = Memory(checkpointing="full"), Memory(checkpointing="full", tiled=True)
 MESHES = ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4})
 
 
 def steps(setup: Setup) -> Iterator[Row]:
     """Training steps of rank 0 of 8 with FSDP2, against `longspan plan`: time, bytes and peak memory. Nothing is sent,
-    so the planned time is that of computing. On a CPU, the peak of its tensors. The last ones run attention in slices
-    of its heads: 32 query heads over 8 KV heads."""
+    so the planned time is that of computing. On a CPU, the peak of its tensors. Those with `head_slices` run attention
+    in slices of its heads: 32 query heads over 8 KV heads."""
     small = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 512}
     wide, local = {**WIDE, **setup.size({}, small)}, setup.size(32768, 256)
     grouped = {**wide, **GROUPED, **setup.size({}, {"head_dim": 16})}
     options = {"no option": Memory(), "selective": Memory(checkpointing="selective"), "longest": LONGEST}
-    tried = [("full", FULL, axes, local) for axes in setup.size(MESHES, MESHES[2:])]
-    tried += [(name, options[name], MESHES[0], local) for name in setup.size((*options,), ("longest",))]
-    tried += [("full", FULL, axes, 131072) for axes in setup.size(MESHES[:2], ())]
-    for name, memory, axes, tokens in tried:
-        yield from fake_step(setup, f"{name}, {tokens:,} tokens a rank", Step(wide, axes, 8 * tokens, memory))
+    tried = [("full", wide, axes, local, FULL) for axes in setup.size(MESHES, MESHES[2:])]
+    tried += [(name, wide, MESHES[0], local, options[name]) for name in setup.size((*options,), ("longest",))]
     for slices in setup.size((1, 2, 4), (4,)):
-        step = Step(grouped, MESHES[0], 8 * local, replace(TILED, head_slices=slices))
-        yield from fake_step(setup, f"head_slices={slices}, {local:,} tokens a rank", step)
+        tiled = Memory(checkpointing="full", tiled=True, head_slices=slices)
+        tried.append((f"head_slices={slices}", grouped, MESHES[0], local, tiled))
+    tried += [("full", wide, axes, 131072, FULL) for axes in setup.size(MESHES[:2], ())]
+    for name, config, axes, tokens, memory in tried:
+        yield from fake_step(setup, f"{name}, {tokens:,} tokens a rank", Step(config, axes, 8 * tokens, memory))
 
 
 def fake_step(setup: Setup, what: str, step: Step) -> Iterator[Row]:
