@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -44,7 +45,7 @@ ITEMS: Items = {
     "mixers": (layers.mixers, 40, "Recurrent layers, with and without flash-linear-attention"),
     "profile": (layers.kernels_of_a_step, 20, "Where a step's time goes"),
     "compiled": (layers.compiled, 45, "Compiled and fused layers"),
-    "flash4": (kernels.flash4, 40, "FlashAttention-4"),
+    "flash4": (kernels.flash4, 75, "FlashAttention-4"),
     "first": (kernels.first_calls, 15, "First calls at new lengths"),
     "experts": (layers.experts, 15, "Experts"),
     "auto": (layers.auto, 15, 'memory="auto" with half the memory taken'),
@@ -171,6 +172,7 @@ def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
 
 def _child(item: Item, setup: Setup, out: Any) -> None:
     os.setsid()
+    gc.freeze()  # for ranks that are forks: what is imported needs no collection
     try:
         for row in item(setup):
             out.send(row)

@@ -301,7 +301,7 @@ def compiled(setup: Setup) -> Iterator[Row]:
             found = measure(setup, *trained(step, sp, change, warm=step.context))  # of this length, for a compiler
         return written(found), MEASURED, found
 
-    compiling = functools.partial(longspan.compile_layers, **setup.size({}, {"backend": "aot_eager"}))
+    compiling = functools.partial(longspan.compile_layers, **setup.size({}, {"backend": "eager"}))
     yield setup.row("as it is", functools.partial(run, _as_it_is, contextlib.nullcontext), 10.0)
     yield setup.row("compiled layers", functools.partial(run, compiling, contextlib.nullcontext), 20.0)
     if importlib.util.find_spec("liger_kernel") is None:
