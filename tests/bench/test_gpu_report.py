@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 import longspan
 from benchmarks import peers
-from benchmarks.gpu import __main__ as report
-from benchmarks.gpu import exchange, kernels, model, ranks
+from benchmarks.gpu import exchange, kernels, model, ranks, report
 from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup, beside
 from benchmarks.workloads import AttentionInputs, Candidate
 from longspan.attn.kernels import flash
