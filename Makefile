@@ -4,7 +4,7 @@
 #   TORCH_INDEX=URL       a package index to take torch from, such as PyTorch's own index of CPU builds
 #   PYTEST_ARGS="-k pool" passed on to pytest
 #   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
-#   GPU_ARGS="--quick"    passed on to the report of `make gpu`
+#   GPU_ARGS="--quick"    passed on to the report of `make gpu` and `make gpus`
 #   SEED=7                the seed of `make fuzz`, instead of a new one
 #   MINUTES=30            how long `make fuzz` tests whole models, instead of 10
 #   FUZZ_ARGS="--family causal/llama"   passed on to its tests of whole models
@@ -63,7 +63,7 @@ CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast alone lint docs bench gpu newest cpus fuzz chaos faults package clean
+.PHONY: help demo test check fast alone lint docs bench gpu gpus newest cpus fuzz chaos faults package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -114,9 +114,14 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python -m benchmarks.ring_accuracy
 	$(BIN)/python -m benchmarks.models_verified
 
-# It installs nothing: on a machine with a GPU torch is there, and in the version that its driver wants.
-gpu:  ## what one GPU says: kernels, gradients, caches, messages and memory, with verdicts and a report, under 8 minutes
-	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
+# They install nothing: on a machine with a GPU torch is there, and in the version that its driver wants.
+gpu:  ## what one GPU says: kernels, layers, steps and caches, with verdicts and a report, under 8 minutes
+	@$(GPU_REPORT) $(GPU_ARGS)
+
+gpus:  ## what 2 to 8 GPUs say: the mesh verified, then steps that others publish, beside plan and rival, under 30 minutes
+	@$(GPU_REPORT) --several $(GPU_ARGS)
+
+GPU_REPORT = env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu
 
 # pyproject.toml's bounds are left out, to find breaking changes before users do. torch is the newest that has a build
 # here, else that of constraints.txt.

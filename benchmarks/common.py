@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -129,10 +130,14 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
 
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPORTS, capture_output=True, text=True, check=False
+    )
     script = Path(sys.argv[0])
     name = script.parent.name if script.stem == "__main__" else script.stem
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip() or "unknown",
         "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
@@ -165,7 +170,7 @@ def write_report(name: str, title: str, env: dict[str, Any], body: str, data: An
         f"# {title}",
         "",
         f"- date: {env['date']}",
-        f"- command: `{env['command']}`",
+        f"- command: `{env['command']}`, commit {env['commit']}",
         f"- machine: {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; load average at the start"
         f" {env['load_average_at_start']}" + (SHARED if env["load_average_at_start"] > env["cores"] + 1 else ""),
         f"- versions: Python {env['python']}, {versions}",

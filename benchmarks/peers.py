@@ -72,7 +72,9 @@ def peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
     register_attention(name, hf_attention, lambda *_, **__: None)
     model.set_attn_implementation(name)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if inputs.bf16 else None
-    apply_fsdp(model.to(inputs.device), inputs.shardings.get(candidate), policy)
+    sp = inputs.shardings.get(candidate)
+    apply_fsdp(model if model.device.type == "meta" else model.to(inputs.device), sp, policy)
+    inputs.fill(model, sp)
 
     ids = inputs.tokens(0)
     local = inputs.context // candidate.mesh.ranks

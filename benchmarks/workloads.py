@@ -231,6 +231,9 @@ class StepInputs:
         torch.manual_seed(self.seed)
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
+    def fill(self, model: Any, sp: SequenceSharding) -> None:
+        """Give a sharded model its weights, if `model` made it without."""
+
     def tokens(self, replica: int) -> Tensor:
         """Return the token ids of one replica, int64 `[1, context]`."""
         generator = torch.Generator().manual_seed(self.seed + replica)

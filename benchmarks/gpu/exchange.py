@@ -20,7 +20,14 @@ from benchmarks.gpu import model
 from benchmarks.gpu.kernels import BF16, attend, cases
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
 from longspan.comm.agree import gather_numbers
-from longspan.comm.all_to_all import head_spans, start_scatter
+from longspan.comm.all_to_all import (
+    gather_heads,
+    head_spans,
+    scatter_heads,
+    start_gather,
+    start_scatter,
+    write_heads,
+)
 from longspan.comm.collectives import P2PMessage, post, wait_for
 from longspan.core.heads import split_heads
 from longspan.core.memory import Memory
@@ -80,19 +87,29 @@ def on_mesh(
 
 
 def _copies(setup: Setup) -> Iterator[Row]:
-    n, heads, dim = setup.size(32768, 512), 32, 128
-    source = torch.empty(1, n, heads, dim, dtype=BF16, device=setup.device).normal_()
-    into = torch.empty_like(source)
-    copy = 2 * source.nbytes / setup.seconds(lambda: into.copy_(source))
+    n, heads, kv_heads, dim = setup.size(32768, 512), 32, 8, 128
+    xs = [torch.empty(1, n, h, dim, dtype=BF16, device=setup.device).normal_() for h in (heads, kv_heads, kv_heads)]
+    nbytes, into = sum(x.nbytes for x in xs), torch.empty_like(xs[0])
+    copy = 2 * into.nbytes / setup.seconds(lambda: into.copy_(xs[0]))
     yield Row("a plain copy", f"{copy / 1e9:.0f} GB/s", MEASURED, copy)
     with fake_world(0, 8), mock.patch.object(dist, "all_to_all_single", lambda *_, **__: None):
-        group = dist.group.WORLD
-        packed = longspan.exchange.seq_to_heads(source, group)
-        for what, run in {
-            "seq_to_heads (packs)": lambda: longspan.exchange.seq_to_heads(source, group),
-            "heads_to_seq (unpacks)": lambda: longspan.exchange.heads_to_seq(packed, group),
-        }.items():
-            rate = 2 * source.nbytes / setup.seconds(run)
+        group, shards = dist.group.WORLD, split_heads(heads, kv_heads, 8)
+        kinds = ["q", "kv", "kv"]
+        spans = head_spans(shards, kinds)
+        packed = scatter_heads(xs, kinds, shards, group)
+        out = packed[..., : heads // 8 * dim].unflatten(2, (-1, dim)).transpose(0, 1).contiguous()
+
+        def unpack() -> object:  # as the backward of the scatter
+            started = start_gather(packed, [dim] * 3, spans, group, overlapped=False)
+            write_heads(started.wait(), xs, spans, [False] * 3)
+            return None
+
+        for what, run, size in (
+            ("scatter_heads packs q, k and v", lambda: scatter_heads(xs, kinds, shards, group), nbytes),
+            ("its backward unpacks their gradients", unpack, nbytes),
+            ("gather_heads packs and unpacks the output", lambda: gather_heads(out, shards, group), 2 * xs[0].nbytes),
+        ):
+            rate = 2 * size / setup.seconds(run)
             verdict = MEASURED if not setup.on_gpu else OK if rate >= 0.85 * copy else BELOW
             figure = f"{rate / 1e9:.0f} GB/s, {rate / copy:.2f} of a plain copy (goal 0.85)"
             yield Row(f"{what}, {n:,} tokens of 8 ranks", figure, verdict, rate / copy)

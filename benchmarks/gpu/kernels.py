@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import itertools
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,6 +18,7 @@ from torch import Tensor
 import longspan
 from benchmarks.common import DTYPES
 from benchmarks.gpu.setup import BELOW, FAILED, MEASURED, OK, SKIPPED, STOPPED, WRONG, Row, Setup, brief
+from longspan.attn.kernels import flash
 from longspan.attn.mask import Mask
 from longspan.core.errors import LongspanError
 from tests.oracle import Case, errors, make, options
@@ -141,46 +147,131 @@ def against_fp64(setup: Setup, kernel: str, tried: dict[str, Case], grad: bool =
 # --- speed
 
 
+Kernels = Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]]
+"""Label -> the kernel's name, and what must be patched while it runs."""
+
+PLAIN: Kernels = {name: (name, contextlib.nullcontext) for name in NAMES}
+
+
 def speed(setup: Setup) -> Iterator[Row]:
     """TFLOP/s of each kernel, forward and backward, by mask; "auto" should be within a tenth of the fastest."""
-    long = setup.size(16384, 256)
-    cuts = torch.linspace(0, long, 33).round().to(torch.int64)
+    causal = [("causal", n, {}, Mask()) for n in setup.size((16384, 131072), (256,))]
+    more = [("causal", n, {}, Mask()) for n in setup.size((65536, 32768), ())]
+    for tried in (*causal, *_packed(setup), *more):
+        yield from _speed_of(setup, *tried)
+
+
+def _packed(setup: Setup) -> list[tuple[str, int, dict[str, Any], Mask]]:
+    """Return documents and a window: name, tokens, options, mask."""
+    n = setup.size(16384, 256)
+    cuts = torch.linspace(0, n, 33).round().to(torch.int64)
     segments = (tuple(itertools.pairwise(cuts.tolist())),)
-    tried: list[tuple[str, int, dict[str, Any], Mask]] = [
-        ("causal", n, {}, Mask()) for n in setup.size((16384, 131072), (256,))
+    return [
+        ("32 documents", n, {"cu_seqlens": cuts}, Mask(segments=segments)),
+        ("a window of an eighth", n, {"window": n // 8}, Mask(window=n // 8)),
     ]
-    tried += [
-        ("32 documents", long, {"cu_seqlens": cuts}, Mask(segments=segments)),
-        ("a window of an eighth", long, {"window": long // 8}, Mask(window=long // 8)),
-    ]
-    tried += [("causal", n, {}, Mask()) for n in setup.size((65536, 32768), ())]
-    for what, n, how, mask in tried:
-        yield from _speed_of(setup, f"{what}, {n:,} tokens", n, how, mask)
 
 
-def _speed_of(setup: Setup, what: str, n: int, how: dict[str, Any], mask: Mask) -> Iterator[Row]:
+def _speed_of(
+    setup: Setup, mask_name: str, n: int, how: dict[str, Any], mask: Mask, kernels: Kernels = PLAIN
+) -> Iterator[Row]:
     heads, _, dim = _sizes(setup)
+    what = f"{mask_name}, {n:,} tokens"
     flops = 4 * heads * dim * sum(region.pairs for region in mask.regions(0, n, n))
     rates: dict[str, tuple[float, float, float]] = {}
-    for kernel in NAMES:
+    for label, (kernel, patched) in kernels.items():
         if not setup.time_left(10.0 if setup.on_gpu else 1.0):
-            yield Row(f"{kernel}, {what}", "", f"{STOPPED}: the item's time was up")
+            yield Row(f"{label}, {what}", "", f"{STOPPED}: the item's time was up")
             continue
         try:
-            forward, both = both_ways(setup, n, kernel=kernel, **how)
-            f = setup.seconds(forward)
-            b = max(setup.seconds(both) - f, 1e-9)
+            with patched():
+                forward, both = both_ways(setup, n, kernel=kernel, **how)
+                f = setup.seconds(forward)
+                b = max(setup.seconds(both) - f, 1e-9)
         except LongspanError:  # such as cudnn with a window, or what is not installed
             continue
         except Exception as error:
-            yield Row(f"{kernel}, {what}", brief(error), FAILED)
+            yield Row(f"{label}, {what}", brief(error), FAILED)
             continue
-        rates[kernel] = flops / f / 1e12, 2.5 * flops / b / 1e12, f + b
-    for kernel, (f_rate, b_rate, seconds) in rates.items():
+        rates[label] = flops / f / 1e12, 2.5 * flops / b / 1e12, f + b
+    for label, (f_rate, b_rate, seconds) in rates.items():
         slower = seconds / min(each for *_, each in rates.values())
-        verdict = MEASURED if kernel != "auto" or not setup.on_gpu else OK if slower <= 1.1 else BELOW
+        verdict = MEASURED if label != "auto" or not setup.on_gpu else OK if slower <= 1.1 else BELOW
         figure = f"forward {f_rate:.4g}, backward {b_rate:.4g} TFLOP/s; {slower:.2f} x the fastest's time"
-        yield Row(f"{kernel}, {what}", figure, verdict, {"forward": f_rate, "backward": b_rate})
+        yield Row(f"{label}, {what}", figure, verdict, {"forward": f_rate, "backward": b_rate})
+
+
+def flash4(setup: Setup) -> Iterator[Row]:
+    """FlashAttention-4 (PyPI: flash-attn-4) in the calls of kernel "flash", beside torch's FlashAttention-2 and flex:
+    against fp64, then TFLOP/s. `kernel_with_lse` cannot run it: the log-sum-exp that it returns has no gradient."""
+    try:
+        functions = flash4_functions(importlib.import_module("flash_attn.cute.interface"))
+    except ImportError as error:
+        yield Row("FlashAttention-4", "", f"{SKIPPED}: flash-attn-4 is not installed ({brief(error)})")
+        return
+    patched = functools.partial(mock.patch.multiple, flash, **functions)
+    masks = ("causal", "window", "documents", "documents in a window", "bidirectional")
+    dim = setup.size(128, 16)
+    tried = {
+        what: case
+        for what, case in cases(setup).items()
+        if what.split(",")[0] in masks and case.dtype == BF16 and f"D={dim}," in what
+    }
+    with patched():
+        yield setup.row("FlashAttention-4, bf16", functools.partial(against_fp64, setup, "flash", tried), 5.0)
+    kernels = {"FlashAttention-2": PLAIN["flash"], "FlashAttention-4": ("flash", patched)}
+    kernels |= {"flex": ("flex", contextlib.nullcontext)} if setup.on_gpu else {}  # it has no backward on a CPU
+    for each in (*_packed(setup), ("causal", setup.size(16384, 256), {}, Mask())):
+        yield from _speed_of(setup, *each, kernels)
+
+
+def flash4_functions(interface: Any) -> dict[str, Any]:
+    """Return FlashAttention-4's forward and backward, called as torch's, which kernel "flash" calls."""
+
+    def how(ends: Sequence[Any], causal: bool, scale: float, left: int, right: int) -> dict[str, Any]:
+        of_q, of_k, longest_q, longest_k = ends
+        varlen = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+        limits = (None if limit < 0 else limit for limit in (left, right))
+        window = dict(zip(("window_size_left", "window_size_right"), limits, strict=True))
+        return {"softmax_scale": scale, "causal": causal, **window, **({} if of_q is None else varlen)}
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *more: Any, scale: float, window_size_left: int, window_size_right: int
+    ) -> Any:
+        *ends, _, causal, _ = more
+        options = how(ends, causal, scale, window_size_left, window_size_right)
+        return interface._flash_attn_fwd(q, k, v, return_lse=True, **options)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: float,
+        window_size_left: int, window_size_right: int,
+    ) -> Any:  # fmt: skip
+        *ends, _, causal, _, _ = more
+        options = how(ends, causal, scale, window_size_left, window_size_right)
+        return interface._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
+
+    return {"_flash": forward, "_flash_backward": backward}
+
+
+def first_calls(setup: Setup) -> Iterator[Row]:
+    """Forward and backward at 20 new lengths: the first call, for which cuDNN builds a plan, and the second."""
+    lengths = [setup.size(8192, 64) - setup.size(129, 3) * i for i in range(20)]
+    for kernel in ("cudnn", "flash", "sdpa"):
+
+        def measure(kernel: str = kernel) -> tuple[str, str, dict[str, list[float]]]:
+            found: dict[str, list[float]] = {"first": [], "second": []}
+            for n in lengths:
+                _, both = both_ways(setup, n, kernel=kernel)
+                for times in found.values():
+                    setup.wait()
+                    begin = time.perf_counter()
+                    both()
+                    setup.wait()
+                    times.append(time.perf_counter() - begin)
+            first, second = (1e3 * statistics.median(times) for times in found.values())
+            return f"first call {first:.2f} ms, second {second:.2f} ms (medians)", MEASURED, found
+
+        yield setup.row(f"{kernel}, {lengths[-1]:,} to {lengths[0]:,} tokens", measure, 5.0)
 
 
 def _sizes(setup: Setup) -> tuple[int, int, int]:

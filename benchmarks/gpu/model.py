@@ -1,35 +1,28 @@
-"""A Llama on the device: gradients under every memory option, KV caches, and peak memory against the plan."""
+"""A Llama on the device: gradients under every memory option, and KV caches."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import gc
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from benchmarks.common import DTYPES
-from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, WRONG, Row, Setup
+from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
 from longspan.cache.static import StaticDecode
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.state import state_of
-from longspan.plan import Job, cost, read_hardware
-from longspan.plan.from_model import shape_from_config
-from tests.fakes import fake_world
 from tests.models import Run, Truth, batch, build, gradient_excess, run_of, truth_by, widened
 from tests.tolerance import excess, excess_of_rows
 
@@ -201,68 +194,3 @@ def _decoded(setup: Setup, model: Any, cache: Any, ids: Tensor, prompt: int) -> 
                 times.append(time.perf_counter() - begin)
             logits.append(out.logits[0, -1].cpu())
     return _Decoded(torch.stack(logits), statistics.median(times), launches.count, len(waits))
-
-
-# --- peak memory against the plan
-
-WIDE = {**SMALL, "hidden_size": 1024, "intermediate_size": 2816, "num_key_value_heads": 8, "vocab_size": 8192}
-"""Small enough for a million tokens in ten seconds."""
-MESHES = ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4})
-
-
-def memory(setup: Setup) -> Iterator[Row]:
-    """Peak of rank 0 of 8 in a training step with FSDP2, against `longspan plan`. Nothing is sent. On a CPU, the peak
-    of its tensors."""
-    local = setup.size(32768, 256)
-    tried = [(axes, "full", local) for axes in setup.size(MESHES, MESHES[2:])]
-    tried += [({"ulysses": 8}, name, local) for name in setup.size(("no option", "selective", "longest"), ("longest",))]
-    tried += [(axes, "full", 131072) for axes in setup.size(MESHES, ())]
-    for axes, name, local in tried:
-        what = f"{name}, {local:,} tokens a rank, {' x '.join(f'{axis} {size}' for axis, size in axes.items())}"
-        # Per rank and layer: 4 D H S^2 / 2 / 8 in the forward, the same recomputed, 2.5 times that in the backward.
-        seconds = 4.5 * LAYERS * 4 * WIDE["hidden_size"] * (8 * local) ** 2 / 2 / 8 / 3e14
-        yield setup.row(what, functools.partial(_compare, setup, axes, OPTIONS[name], 8 * local), seconds + 3)
-
-
-def _compare(setup: Setup, axes: dict[str, int], memory: Memory, context: int) -> tuple[str, str, float]:
-    config = setup.size(WIDE, {**WIDE, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 512})
-    planned = planned_bytes(setup, config, axes, memory, context)
-    if setup.on_gpu and planned > 0.9 * torch.cuda.get_device_properties(0).total_memory:
-        return f"{planned / 2**30:.1f} GiB planned", f"{SKIPPED}: more than the device has", planned
-    with fake_world(0, 8):
-        peak = _peak(setup, config, axes, memory, context)
-    ratio = planned / peak
-    figure = f"{peak / 2**20:,.1f} MiB, planned {planned / 2**20:,.1f}: {ratio:.3f} (goal 0.9 to 1.1)"
-    return figure, OK if 0.9 <= ratio <= 1.1 else BELOW if setup.on_gpu else MEASURED, ratio
-
-
-def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> int:
-    sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device))
-    model = build("Llama", **config).to(setup.device)
-    model = longspan.parallelize(model, sp, mp_policy=MixedPrecisionPolicy(BF16, FP32), memory=memory).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step(context: int) -> None:
-        tokens = torch.randint(0, config["vocab_size"], (1, context), device=setup.device)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(1024)  # allocates the optimizer's state
-    gc.collect()
-    if setup.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        step(context)
-        return torch.cuda.max_memory_allocated()
-    from tests.host_memory import at_rest, peak_of  # they need pytest
-
-    with tempfile.TemporaryDirectory() as folder:
-        return at_rest(model, optimizer) + peak_of(lambda: step(context), Path(folder) / "trace.json")
-
-
-def planned_bytes(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> float:
-    """Return the planned bytes of a step, without the reserve."""
-    job = Job(context=context, dtype="bf16", memory=memory)
-    shape = shape_from_config({"model_type": "llama", **config}, "benchmark")
-    plan = cost(shape, job.on(**axes), read_hardware("h100" if setup.on_gpu else "cpu"))
-    return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)

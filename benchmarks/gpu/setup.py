@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -35,12 +36,18 @@ class Row:
         figure: the number with its unit and its reference.
         verdict: one of the above; "skipped" and "stopped" are followed by a colon and a reason.
         data: the same for programs, in the JSON only.
+        planned: what `longspan plan` says of it, and the plan over the measurement.
+        rival: what another implementation took on the same machine.
+        ratio: longspan's time over the rival's; above 1 the rival is faster. None without a rival.
     """
 
     what: str
     figure: str
     verdict: str
     data: Any = None
+    planned: str = ""
+    rival: str = ""
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,13 @@ class Setup:
         device: "cuda" or "cpu".
         quick: use shapes that take seconds on a CPU.
         until: end of the item's time, by `time.monotonic`.
+        ranks: GPUs, or on a CPU processes, of an item that needs several.
     """
 
     device: str
     quick: bool
     until: float
+    ranks: int = 1
 
     @property
     def on_gpu(self) -> bool:
@@ -76,7 +85,7 @@ class Setup:
             torch.cuda.synchronize()
 
     def row(self, what: str, measure: Callable[[], tuple[Any, ...]], needed_s: float) -> Row:
-        """Return the row of a measurement, which returns figure, verdict and data; nothing that it raises gets out.
+        """Return the row of a measurement, which returns the fields after `what`; nothing that it raises gets out.
 
         It is not begun with less than `needed_s` seconds left on a GPU; what a CPU runs is small.
         """
@@ -92,7 +101,7 @@ class Setup:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[list[str]]:
-        """Yield a list that then has a line for each time that the host waited for the GPU."""
+        """Yield a list that then has the place of each time that the host waited for the GPU: file and line."""
         found: list[str] = []
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -103,7 +112,7 @@ class Setup:
             finally:
                 if self.on_gpu:
                     torch.cuda.set_sync_debug_mode("default")
-        found += [str(w.message).splitlines()[0] for w in seen if "synchroniz" in str(w.message)]
+        found += [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
 
     def seconds(self, run: Callable[[], object], budget_s: float = 0.5) -> float:
         """Return the median time of `run` on the device, after a warm-up, of 3 runs and more within `budget_s`."""
@@ -118,6 +127,36 @@ class Setup:
             self.wait()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
+
+
+Numbers = dict[str, float]
+"""Of a step: "seconds", "sent" (bytes) and "memory" (bytes at the peak), of the rank with most."""
+
+UNITS = {"seconds": ("", 1.0, " s"), "sent": ("sent ", 2.0**20, " MiB"), "memory": ("peak ", 2.0**20, " MiB")}
+GOALS = {"seconds": 0.2, "sent": 0.05, "memory": 0.1}
+"""How far a plan may be from the measurement, relative to that."""
+
+
+def written(numbers: Numbers, over: Numbers | None = None) -> str:
+    """Return numbers as text, each with its ratio to the same of `over`."""
+    parts = []
+    for name, x in numbers.items():
+        label, unit, suffix = UNITS[name]
+        ratio = f" ({x / over[name]:.3f})" if over and over.get(name) else ""
+        parts.append(f"{label}{x / unit:,.4g}{suffix}{ratio}")
+    return ", ".join(parts)
+
+
+def beside(setup: Setup, measured: Numbers, planned: Numbers, rival: Numbers | str | None = None) -> tuple[Any, ...]:
+    """Return the fields of a row that follow `what`: measured, planned, and another implementation's numbers, or why
+    there are none."""
+    far = [n for n, goal in GOALS.items() if measured.get(n) and abs(planned[n] / measured[n] - 1) > goal]
+    verdict = MEASURED if not setup.on_gpu else BELOW if far else OK
+    data = {"measured": measured, "planned": planned, "rival": rival}
+    others = rival if isinstance(rival, dict) else {}
+    ratio = measured["seconds"] / others["seconds"] if others else None
+    text = rival if isinstance(rival, str) else written(others)
+    return written(measured), verdict, data, written(planned, measured), text, ratio
 
 
 def brief(error: BaseException) -> str:

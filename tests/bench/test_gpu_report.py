@@ -1,4 +1,6 @@
-"""The report of a GPU (`make gpu`), on shapes for a CPU: every item runs, and wrong results get their verdict."""
+"""The reports of GPUs (`make gpu`, `make gpus`), on shapes for a CPU: every item runs, and wrong results get their
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,55 +21,140 @@ import torch
 import torch.distributed as dist
 
 import longspan
-from benchmarks.gpu import __main__ as report
-from benchmarks.gpu import exchange, kernels, model
-from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup
+from benchmarks import peers
+from benchmarks.gpu import exchange, kernels, model, ranks, report
+from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup, beside
+from benchmarks.workloads import AttentionInputs, Candidate
+from longspan.attn.kernels import flash
 from longspan.attn.methods import ring
 from longspan.core.memory import Memory
 from longspan.hf import preconditions
+from tests.attn import flash_emulated
 from tests.attn.late import LateTransport
 from tests.fakes import fake_world
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of all items."""
-    folder = tmp_path_factory.mktemp("report")
+def run_report(folder: Path, *args: str) -> dict[str, Any]:
+    """Run the command on a CPU, and return its exit code, its page, and its JSON."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP does not survive the fork of an item
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(sys, "argv", ["gpu", "--quick", "--device", "cpu", "--out", str(folder)])
+        patch.setattr(sys, "argv", ["gpu", "--quick", "--device", "cpu", "--out", str(folder), *args])
         report.main()
     torch.set_num_threads(threads)
-    (data,) = folder.glob("*-gpu-cpu.json")
-    (text,) = folder.glob("*-gpu-cpu.md")
-    return {"code": ended.value.code, "text": text.read_text(), **json.loads(data.read_text())}
+    (data,) = folder.glob("*-cpu.json")
+    (text,) = folder.glob("*-cpu.md")
+    return {"code": ended.value.code, "name": data.stem, "text": text.read_text(), **json.loads(data.read_text())}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of all items of one GPU."""
+    return run_report(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of all items of several GPUs, with a rival that attends as longspan does."""
+
+    def attend(candidate: Candidate, inputs: AttentionInputs) -> peers.Attend:
+        sp = inputs.shardings.get(candidate)
+        return lambda q, k, v: longspan.attention(q, k, v, sp, length=inputs.context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(peers._ATTENTIONS, ranks.RIVAL, attend)
+        patch.setattr(ranks, "installed", lambda package: True)
+        return run_report(tmp_path_factory.mktemp("several"), "--several")
+
+
+def check_rows(found: dict[str, Any], items: report.Items) -> None:
+    for name, (_, _, title) in items.items():
+        rows = found["results"][name]
+        assert rows, name
+        bad = [row for row in rows if row["verdict"].startswith((FAILED, "stopped", WRONG))]
+        assert not bad, (name, bad)
+        assert all(row["figure"] or row["verdict"].startswith("skipped: ") for row in rows), rows
+        assert f"## {title}" in found["text"]
+    assert found["code"] == 0
+
+
+def planned_rows(found: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+    rows = [row for name in names for row in found["results"][name]]
+    return [row for row in rows if isinstance(row["data"], dict) and "planned" in row["data"]]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 class TestReport:
     def test_every_item_has_run_and_nothing_is_wrong(self, found: dict[str, Any]) -> None:
-        for name in report.ITEMS:
-            rows = found["results"][name]
-            assert rows, name
-            bad = [row for row in rows if row["verdict"].startswith((FAILED, "stopped", WRONG))]
-            assert not bad, (name, bad)
-            assert all(row["figure"] or row["verdict"].startswith("skipped: ") for row in rows), rows
-        assert found["code"] == 0
-        ratios = [row["data"] for row in found["results"]["memory"]]
-        assert ratios and all(0.8 < ratio < 1.25 for ratio in ratios)  # gloo's copies are planned, and nothing is sent
+        check_rows(found, report.ITEMS)
+        rows = planned_rows(found, "steps", "adapters")
+        assert len(rows) == 4
+        for row in rows:
+            measured, planned = row["data"]["measured"], row["data"]["planned"]
+            assert measured["sent"] == planned["sent"], row
+            assert 0.8 < planned["memory"] / measured["memory"] < 1.25, row  # nothing is sent
 
     def test_the_page_names_machine_date_command_and_versions(self, found: dict[str, Any]) -> None:
         text, env = found["text"], found["environment"]
-        for part in (env["cpu"], env["date"], f"torch {version('torch')}", "--quick --device cpu", "GPU: none"):
+        parts = env["cpu"], env["date"], f"torch {version('torch')}", "--quick --device cpu", "GPU: none", env["commit"]
+        for part in parts:
             assert part in text, part
-        for name in report.ITEMS:
-            assert f"## {report.ITEMS[name][2]}" in text
+
+    def test_rows_on_ranks_are_verified_planned_and_compared(self, several: dict[str, Any]) -> None:
+        check_rows(several, report.SEVERAL)
+        assert several["name"].endswith("gpus-cpu") and "ranks: 2, device cpu" in several["text"]
+        rows = planned_rows(several, *list(report.SEVERAL)[1:])
+        assert len(rows) == 7, [row["what"] for row in rows]
+        for row in rows:
+            measured, planned = row["data"]["measured"]["sent"], row["data"]["planned"]["sent"]
+            # Which rank encodes a picture, and how many tokens an expert gets, the planner assumes.
+            assumed = "vision" in row["what"] or "hybrid" in row["what"]
+            assert planned == pytest.approx(measured, rel=0.1 if assumed else 0), row
+        assert several["results"]["mesh"][0]["verdict"] == OK
+        (compared,) = (row for row in rows if row["ratio"] is not None)
+        assert compared["data"]["rival"]["memory"] > 0
+        assert "slower than the rival, of 1 compared: " in several["text"]
 
 
-def test_the_items_fit_into_eight_minutes() -> None:
-    assert sum(limit for _, limit, _ in report.ITEMS.values()) + report.GRACE_S <= 8 * 60
+def test_both_reports_keep_their_time() -> None:
+    for several, most in ((False, 8), (True, 30)):
+        assert report.MINUTES[several] * 60 + report.GRACE_S <= most * 60
+    for item in (*report.ITEMS.values(), *report.SEVERAL.values()):
+        assert item[1] <= report.MINUTES[item in report.SEVERAL.values()] * 60
+
+
+def test_one_gpu_is_refused_where_several_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hardware(setup: Setup) -> Iterator[Row]:
+        yield Row("", "", MEASURED, {"gpu": "one", "gpus": 1})
+
+    monkeypatch.setattr(report, "_hardware", hardware)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--several"])
+    with pytest.raises(SystemExit, match="2 to 8 GPUs together, and torch finds 1 here; `make gpu` measures it"):
+        report.main()
+
+
+def test_where_the_rival_is_faster_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = {"seconds": 3.0, "sent": 1.0, "memory": 1.0}
+    rows = [
+        Row(what, *beside(SETUP, step, step, {**step, "seconds": seconds}))
+        for what, seconds in (("a", 2.0), ("b", 4.0))
+    ]
+    rows.append(Row("c", *beside(SETUP, step, step, "it is not installed")))
+    report.write(tmp_path, SETUP, {}, report.SEVERAL, {"published": rows}, 1.0)
+    text = capsys.readouterr().out
+    assert "slower than the rival, of 2 compared: a (1.50)\n" in text and "of the rival's time" in text
+    assert "1.500" in text and "0.750" in text and "it is not installed" in text
+
+
+def _divide_by_zero(setup: Setup, case: ranks.Case) -> Any:
+    return 1 // 0
+
+
+def test_a_row_whose_ranks_fail_says_so_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "train_on_ranks", _divide_by_zero)
+    row = ranks.case_row(replace(SETUP, ranks=2), ranks.KINDS[0])
+    assert row.verdict == FAILED and "ZeroDivisionError" in row.figure
 
 
 SETUP = Setup("cpu", True, float("inf"))
@@ -79,6 +169,45 @@ def test_wrong_and_failing_kernels_get_their_verdict(monkeypatch: pytest.MonkeyP
     assert measure()[1] == WRONG
     monkeypatch.setattr(longspan, "attention", lambda *args, **how: 1 // 0)
     assert measure()[1] == FAILED
+
+
+def test_flash_attention_4_is_called_as_the_kernel_calls_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its names of arguments (flash_attn/cute/interface.py), with None for a window without a limit."""
+
+    def limits(left: int | None, right: int | None) -> dict[str, int]:
+        return {"window_size_left": -1 if left is None else left, "window_size_right": -1 if right is None else right}
+
+    def fwd(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: Any = None,
+        max_seqlen_k: Any = None, softmax_scale: Any = None, causal: bool = False, window_size_left: Any = None,
+        window_size_right: Any = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        assert return_lse
+        longest = (q.shape[-3], k.shape[-3]) if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
+        return emulated_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal, False, scale=softmax_scale,
+            **limits(window_size_left, window_size_right),
+        )[:2]  # fmt: skip
+
+    def bwd(
+        q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, softmax_scale: Any = None, causal: bool = False,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
+        window_size_left: Any = None, window_size_right: Any = None,
+    ) -> Any:  # fmt: skip
+        longest = (q.shape[-3], k.shape[-3]) if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
+        state, empty = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
+        return emulated_backward(
+            dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *longest, 0.0, causal, state, empty,
+            scale=softmax_scale, **limits(window_size_left, window_size_right),
+        )  # fmt: skip
+
+    with flash_emulated.emulated():
+        emulated_forward, emulated_backward = flash._flash, flash._flash_backward
+        interface = SimpleNamespace(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd)
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+        rows = list(kernels.flash4(SETUP))
+    assert rows[0].verdict == OK and "7 cases" in rows[0].figure, rows[0]
+    assert [row.what.split(",")[0] for row in rows[1:]] == ["FlashAttention-2", "FlashAttention-4"] * 3
 
 
 def test_a_message_that_nobody_waits_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

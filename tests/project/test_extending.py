@@ -131,26 +131,27 @@ def test_attention_is_exact_under_the_striped_layout(get_pool: Callable[[int], R
     assert max(get_pool(4).run(_striped_attention, ring, 500)) < 1e-12
 
 
-def _flash_attention_3() -> Any:
-    """Return a module with the two functions of FlashAttention-3 that the page calls, in plain torch.
+def _flash_attention_4() -> Any:
+    """Return a module with the two functions of FlashAttention-4 that the page calls, in plain torch.
 
     Its backward ignores a gradient of the log-sum-exp, as the package's does.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        assert return_lse
         out, lse = attend_materialized(*_heads_first(q, k, v), _scores(q, k, softmax_scale, causal))
         return out.transpose(1, 2), lse
 
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, dq: Tensor, dk: Tensor, dv: Tensor,
-        softmax_scale: float, is_causal: bool,
-    ) -> None:  # fmt: skip
-        inputs = BackwardInputs(*_heads_first(q, out, grad), lse)
-        found = attend_materialized_backward(inputs, *_heads_first(k, v), _scores(q, k, softmax_scale, is_causal))
-        for into, x in zip((dq, dk, dv), found, strict=True):
-            into.copy_(x.transpose(1, 2))
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float, causal: bool
+    ) -> tuple[Tensor, ...]:
+        inputs = BackwardInputs(*_heads_first(q, out, dout), lse)
+        found = attend_materialized_backward(inputs, *_heads_first(k, v), _scores(q, k, softmax_scale, causal))
+        return tuple(_heads_first(*found))
 
-    return SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
+    return SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
 
 
 def _heads_first(*xs: Tensor) -> list[Tensor]:
@@ -168,7 +169,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> TileScores:
 def _with_examples(ring: int) -> dict[str, list[float]]:
     """Differences of output and gradients from longspan's own mask and kernel, by example."""
     streaming = run_section("A mask: sink tokens and a window")["Streaming"](window=9, first=3)
-    with mock.patch.dict(sys.modules, flash_attn_interface=_flash_attention_3()):
+    with mock.patch.dict(sys.modules, {"flash_attn.cute.interface": _flash_attention_4()}):
         mine = run_section("A kernel that serves in rings")["mine"]
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
     draw = torch.Generator().manual_seed(0)
@@ -186,7 +187,7 @@ def _with_examples(ring: int) -> dict[str, list[float]]:
     return {
         "mask": both({"mask": streaming}, {"mask_mod": lambda b, h, i, j: (i - j < 9) | (j < 3)}),
         "kernel": both({"kernel": mine, "documents": documents}, {"documents": documents}),
-        "registered": both({"kernel": "flash3", "window": 7}, {"window": 7}),
+        "registered": both({"kernel": "flash4", "window": 7}, {"window": 7}),
     }
 
 
