@@ -139,7 +139,7 @@ def move_shards(
 def move_shards_together(xs: Sequence[Tensor], *how: Any) -> tuple[Tensor, ...]:
     """Do `move_shards` with several tensors of one shape, in one all-to-all: each is packed into the send buffer.
 
-    They are no operator, whose outputs could not share the received buffer: not for code that is compiled.
+    The results are views of the received buffer, which an operator could not return: not for compiled code.
     """
     moved: tuple[Tensor, ...] = _MoveTogether.apply(*how, *xs)  # type: ignore[no-untyped-call]
     return moved
