@@ -53,6 +53,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 def _encoded(self: GridEncoder, core: Any, batch: Any, start: int, stop: int, device: Any) -> Any:
     """Stand in for a tower, in which transformers itself reads the grids."""
+
     rows = sum(self.units(core, self.part(core, batch, start, stop)).rows)
     return BaseModelOutputWithPooling(pooler_output=(torch.empty(rows, 32, dtype=torch.bfloat16, device=GPU),))
 
@@ -112,9 +113,11 @@ def test_a_batch_on_the_host_is_read_there(name: str) -> None:
     assert seen == []
 
 
-def test_fsdp_moves_no_batch_before_it_is_read() -> None:
-    with _forward("padded", fsdp=True) as (model, seen):
-        _twice(model, BATCHES["padded"], seen)
+@pytest.mark.parametrize("name", ["padded", "pictures"])
+def test_fsdp_moves_no_batch_before_it_is_cut(name: str) -> None:
+    """Nor do the pixels of other ranks move."""
+    with _forward(name, fsdp=True) as (model, seen):
+        _twice(model, BATCHES[name], seen)
     assert seen == []
 
 

@@ -38,9 +38,13 @@ def not_compiled(function: Function) -> Function:
     return disabled
 
 
+_MOST_PINNED = 1 << 26
+"""Bytes of the largest tensor that `to_device` pins: torch keeps pinned memory for later tensors."""
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor; from the host to a GPU through pinned memory, so that the host does not wait."""
-    if x.device.type == "cpu" and device.type == "cuda" and not x.requires_grad:
+    """Move a tensor; a small one from the host to a GPU through pinned memory, so that the host does not wait."""
+    if x.device.type == "cpu" and device.type == "cuda" and x.nbytes <= _MOST_PINNED and not x.requires_grad:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 

@@ -1,8 +1,8 @@
 """Read a batch on the host: masks, documents, positions, trees and grids decide what is computed and sent.
 
-A batch on the host stays there until it is cut, so only my tokens move to the GPU. Of a batch on a GPU what must be
-read is copied at once: the host waits for the GPU one time per forward, and not for each value. A batch of ids and
-labels alone is not read.
+A batch on the host stays there until it is cut, so only my tokens, and the pictures that I encode, move to the GPU. Of
+a batch on a GPU what must be read is copied at once: the host waits for the GPU one time per forward, and not for each
+value. A batch of ids and labels alone is not read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS
+from longspan.hf.model.vision import PIXEL_KEYS
 
 TREE_KEYS = ("tin", "tout")
 _TOKENS = {"input_ids", "labels", "shift_labels", "token_type_ids"}
@@ -54,9 +55,10 @@ class OnHost:
 
 
 def hide_from_fsdp(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward with what is read on the host as `OnHost`."""
+    """Return the arguments of a forward with what is read or cut on the host as `OnHost`."""
+    names = _READ | {*PIXEL_KEYS}  # of which every tower casts pixels itself, as FSDP would
     return {
-        key: OnHost(x) if key in _READ and isinstance(x, Tensor) and x.device.type == "cpu" else x
+        key: OnHost(x) if key in names and isinstance(x, Tensor) and x.device.type == "cpu" else x
         for key, x in inputs.items()
     }
 
