@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import longspan
+from longspan.attn.kernels import choice
 from longspan.comm.mesh import MeshGroups
 from longspan.memory.checkpointing import LayerCall
 
@@ -97,6 +98,7 @@ def on_gpu() -> Iterator[Seen]:
         *(mock.patch.object(FSDPState, name, pretending(getattr(FSDPState, name))) for name in FSDP_HOOKS),
         # It would compare the device of recomputed tensors.
         mock.patch.dict("torch.utils.checkpoint._allowed_determinism_checks_to_fns", {"default": lambda x: None}),
+        mock.patch.object(choice, "_cudnn_lengths", set()),
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch.cuda.get_device_capability", lambda *a: (9, 0)),
         mock.patch("torch.cuda.synchronize", lambda *a: log.append("torch.cuda.synchronize")),

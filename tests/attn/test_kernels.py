@@ -148,6 +148,21 @@ def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.Monk
     assert str(_on_a_gpu(monkeypatch, ring=2)) == "cudnn: cuDNN's attention, tile by tile"
 
 
+def test_cudnn_plans_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every new length costs it a plan. The choice for a length never changes: a recomputation repeats it."""
+    monkeypatch.setattr(kernels, "_cudnn_lengths", set())
+    lengths = [(1, 1000 + i) for i in range(20)]
+    for lse in (False, True, False):
+        chosen = [_on_a_gpu(monkeypatch, tokens=tokens, lse=lse) for tokens in lengths]
+        assert [choice.name for choice in chosen] == ["cudnn"] * 8 + ["flash"] * 12
+    assert "would build cuDNN's plan for one more length; torch's flash attention" in str(chosen[-1])
+    assert _on_a_gpu(monkeypatch, tokens=(1, 1 << 15)).name == "cudnn"  # long enough for any length
+    assert _on_a_gpu(monkeypatch, tokens=(2, 1000)).name == "flash"  # other rows are another plan
+    for options, name in (({"dtype": torch.float32}, "sdpa"), ({"capability": (8, 0)}, "sdpa"), ({"ring": 2}, "flash")):
+        assert _on_a_gpu(monkeypatch, tokens=(1, 3000), **options).name == name  # type: ignore[arg-type]
+    assert _on_a_gpu(monkeypatch, "cudnn", tokens=(1, 3000)).name == "cudnn"
+
+
 REFUSED_ON_A_GPU = [
     ("flash", {"scores": Scores(softcap=2.0)}, "kernel='flash' cannot do softcap; use kernel='auto'"),
     ("flex", {"head_dims": (64, 320)}, "kernel='flex' needs a head_dim of at most 256, these tensors have 320"),

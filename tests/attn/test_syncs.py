@@ -228,3 +228,15 @@ def test_no_tensor_contains_all_scores(dtype: torch.dtype, dim: int) -> None:
         assert seen.largest <= _four_tensors(dim, TOKENS // 2)
     if dim == 64:
         assert _on_one_device(n=TOKENS, dim=dim, dtype=dtype, kernel="tiled").largest <= _four_tensors(dim, TOKENS)
+
+
+def test_batches_of_many_lengths_build_few_plans_of_cudnn() -> None:
+    calls = []
+    with on_gpu() as found:
+        sp = one_gpu()
+        for n in (*range(512, 552, 2), 514):
+            q, k, v = (torch.empty(1, n, h, 64, dtype=torch.bfloat16, device="cuda") for h in (8, 2, 2))
+            found.launches.clear()
+            longspan.attention(q, k, v, sp)
+            calls.append(found.launches["_scaled_dot_product_cudnn_attention"])
+    assert calls == [1] * 8 + [0] * 12 + [1]

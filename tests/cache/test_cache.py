@@ -172,6 +172,17 @@ def test_quantized_vectors_are_off_by_half_a_step() -> None:
             assert broken.isnan().all()
 
 
+@pytest.mark.parametrize("v_dim", [8, 6])
+def test_tokens_are_quantized_alike_one_by_one_and_together(v_dim: int) -> None:
+    k, v = torch.randn(2, 3, 70, 8), torch.randn(2, 3, 70, v_dim)
+    for name in ("int8", "fp8"):
+        whole, stepwise = LayerCache(dtype=name), LayerCache(dtype=name)  # type: ignore[arg-type]
+        whole.append(k, v)
+        for i in range(70):
+            stepwise.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        assert all(torch.equal(a, b) for a, b in zip(whole.parts, stepwise.parts, strict=True))
+
+
 def _quantized(expected: tuple[Tensor, Tensor], limits: dict[str, float]) -> None:
     for ring in (1, 2):
         model, _ = parallelized("Llama", ring, False)

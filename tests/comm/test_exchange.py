@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import exchange
 from longspan.comm import all_to_all
-from longspan.comm.reshard import gather_along, shard_along, shard_sizes
+from longspan.comm.reshard import gather_along, move_shards, move_shards_together, shard_along, shard_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from tests.choose import each_value
@@ -143,16 +143,19 @@ def test_bad_input(pool2: RankPool) -> None:
 
 
 class _Copies(TorchDispatchMode):
-    """Lists the bytes of an element, and of all elements, of each copy or addition in place."""
+    """Lists the bytes of an element, and of all elements, of each copy, concatenation or addition in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.add_):
             self.found.append((args[0].itemsize, args[0].nbytes))
-        return func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.stack, torch.ops.aten.cat, torch.ops.aten.clone):
+            self.found.append((out.itemsize, out.nbytes))
+        return out
 
 
 def _spans(heads: tuple[int, int], ranks: int, chunks: int) -> list[list[list[tuple[int, int]]]]:
@@ -198,3 +201,28 @@ def test_one_copy_serves_all_ranks(
             for into, x, (a, b), add in zip(expected, xs, of, adds, strict=True):
                 into[:, :, a:b] = into[:, :, a:b] + x[:, :, a:b] if add else x[:, :, a:b]
     assert all(torch.equal(out, true) for out, true in zip(outs, expected, strict=True))
+
+
+def _moved_together(heads: int) -> None:
+    """Move the heads of three tensors whose tokens do not divide over the ranks: 5 and 4 of 9."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    tokens, of_heads = shard_sizes(9, ranks), shard_sizes(heads, ranks)
+    torch.manual_seed(dist.get_rank())
+    qkv = [torch.randn(2, heads, tokens[dist.get_rank()], 8, requires_grad=True) for _ in "qkv"]
+    how = group, 2, 1, tokens, of_heads
+    expected = [move_shards(x, *how) for x in qkv]  # type: ignore[arg-type]
+    weights = [torch.randn_like(x) for x in expected]
+    grads = torch.autograd.grad(expected, qkv, weights)
+    with _Copies() as forward:
+        moved = move_shards_together(qkv, *how)
+    with _Copies() as backward:
+        found = torch.autograd.grad(moved, qkv, weights)
+    for mine, true in zip((*moved, *found), (*expected, *grads), strict=True):
+        assert torch.equal(mine, true)
+    for copies, xs in ((forward, qkv), (backward, expected)):
+        assert sum(nbytes for _, nbytes in copies.found) == sum(x.nbytes for x in xs)
+
+
+@pytest.mark.parametrize("heads", [4, 5])
+def test_tensors_moved_together_are_copied_once(pool2: RankPool, heads: int) -> None:
+    pool2.run(_moved_together, heads)

@@ -220,6 +220,7 @@ def choose_kernel_and_overlap(
         shapes.dtype,
         shapes.head_dims,
         needs_lse,
+        (shapes.q[0], lengths[0]),
     )
     overlap_chunks = _overlap_chunks(shapes, sp)
     if overlap_chunks > 1 and not needs_lse and sp.overlap_chunks == "auto":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspan.attn.segments import cut_span
 from longspan.comm.arguments import check_integers
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.regions import Region
 
@@ -106,9 +107,9 @@ def along_paths(trees: Trees, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """
     positions, ends = list[Tensor](), list[Tensor]()
     for row in trees:
-        start, _, end = torch.tensor(list(zip(*row, strict=True)), device=tokens.device)
+        start, _, end, depth = to_device(torch.tensor([*zip(*row, strict=True), depths(row)]), tokens.device)
         node = torch.bucketize(tokens, start, right=True) - 1
-        positions.append(tokens - start[node] + torch.tensor(depths(row), device=tokens.device)[node])
+        positions.append(tokens - start[node] + depth[node])
         ends.append(end[node])
     return torch.stack(positions), torch.stack(ends)
 

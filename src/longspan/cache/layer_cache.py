@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from longspan.cache.quantize import QUANTIZED_FORMATS
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from longspan.core.cache import CacheDtype
@@ -61,7 +62,12 @@ class LayerCache:
     def encoded(self, k_BKTD: Tensor, v_BKTV: Tensor) -> list[Tensor]:
         """Return the stored form of keys and values: the parts of the keys, then those of the values, if stored."""
         xs = (k_BKTD,) if self.shared else (k_BKTD, v_BKTV)
-        return [part for x in xs for part in ((x,) if self._format is None else self._format.encode(x))]
+        if self._format is None:
+            return list(xs)
+        if k_BKTD.shape == v_BKTV.shape and not self.shared and k_BKTD.shape[2] < _SMALLEST:  # few launches
+            codes, scales = self._format.encode(torch.stack(xs))
+            return [codes[0], scales[0], codes[1], scales[1]]
+        return [part for x in xs for part in self._format.encode(x)]
 
     def decoded(self, parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values from their stored form."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,6 +136,15 @@ def move_shards(
     return _reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
 
 
+def move_shards_together(xs: Sequence[Tensor], *how: Any) -> tuple[Tensor, ...]:
+    """Do `move_shards` with several tensors of one shape, in one all-to-all: each is packed into the send buffer.
+
+    The results are views of the received buffer, which an operator could not return: not for compiled code.
+    """
+    moved: tuple[Tensor, ...] = _MoveTogether.apply(*how, *xs)  # type: ignore[no-untyped-call]
+    return moved
+
+
 def shard(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
     """Return this rank's shard of a tensor that every rank holds whole, as `reshard` cuts it.
 
@@ -183,13 +193,39 @@ def gather_along(x: Tensor, dim: int, length: int, group: dist.ProcessGroup | No
 # The operator.
 
 
+class _MoveTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        gather_dim: int,
+        shard_dim: int,
+        gathered: Sequence[int],
+        sharded: Sequence[int],
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back = shard_dim, gather_dim, sharded, gathered, group
+        return _move(xs, gather_dim, shard_dim, gathered, sharded, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return *(None,) * 5, *_move(grads, *ctx.back)
+
+
 def _new_output(
     x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
 ) -> Tensor:
-    shape = list(x.shape)
-    shape[shard_dim] = sharded[find_group(group).rank()]
+    received = _received([x], gather_dim, shard_dim, gathered, sharded[find_group(group).rank()])
+    return received[:, 0].movedim(0, gather_dim)
+
+
+def _received(xs: Sequence[Tensor], gather_dim: int, shard_dim: int, gathered: Sequence[int], mine: int) -> Tensor:
+    """Return an empty buffer for my shard of each of `xs`, the gathered dimension first."""
+    shape = list(xs[0].shape)
+    shape[shard_dim] = mine
     del shape[gather_dim]
-    return x.new_empty(sum(gathered), *shape).movedim(0, gather_dim)
+    return xs[0].new_empty(sum(gathered), len(xs), *shape)
 
 
 @operator(
@@ -201,27 +237,38 @@ def _new_output(
 def _reshard(
     x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
 ) -> Tensor:
-    ranks = find_group(group)
-    rows = x.movedim(gather_dim, 0)
-    at = shard_dim + (shard_dim < gather_dim)
-    send = _pack(rows, at, sharded)
-    out = _new_output(x, gather_dim, shard_dim, gathered, sharded, group)
-    entry = math.prod(rows.shape[1:]) // sum(sharded)
-    send_splits = [rows.shape[0] * entry * n for n in sharded]
-    recv_splits = [n * entry * sharded[ranks.rank()] for n in gathered]
-    recv = out.movedim(gather_dim, 0).view(-1)
-    dist.all_to_all_single(recv, send, recv_splits, send_splits, group=ranks)
-    return out
+    return _move([x], gather_dim, shard_dim, gathered, sharded, find_group(group))[0]
 
 
-def _pack(rows: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
-    """Copy the part of each rank, along dimension `at`, into one send buffer."""
-    send = rows.new_empty(rows.numel())
-    if len(set(sizes)) == 1:  # one copy for all ranks
-        parts = rows.unflatten(at, (len(sizes), sizes[0])).movedim(at, 0)
-        copy_wide(send.view(parts.shape), parts)
-        return send
-    parts_of_ranks = rows.split(list(sizes), at)
-    for into, part in zip(send.split([part.numel() for part in parts_of_ranks]), parts_of_ranks, strict=True):
-        copy_wide(into.view(part.shape), part)
+def _move(
+    xs: Sequence[Tensor],
+    gather_dim: int,
+    shard_dim: int,
+    gathered: Sequence[int],
+    sharded: Sequence[int],
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, ...]:
+    """Send each rank its shard of all `xs`, and return mine of each: views of the received buffer."""
+    rows = [x.movedim(gather_dim, 0) for x in xs]
+    send = _pack(rows, shard_dim + (shard_dim < gather_dim), sharded)
+    received = _received(xs, gather_dim, shard_dim, gathered, sharded[group.rank()])
+    entry = len(xs) * math.prod(rows[0].shape[1:]) // sum(sharded)
+    send_splits = [rows[0].shape[0] * entry * n for n in sharded]
+    recv_splits = [n * entry * sharded[group.rank()] for n in gathered]
+    dist.all_to_all_single(received.view(-1), send, recv_splits, send_splits, group=group)
+    return tuple(x.movedim(0, gather_dim) for x in received.unbind(1))
+
+
+def _pack(xs: Sequence[Tensor], at: int, sizes: Sequence[int]) -> Tensor:
+    """Copy the part of each rank, along dimension `at`, into one send buffer: of every row all tensors."""
+    send = xs[0].new_empty(len(xs) * xs[0].numel())
+    even = len(set(sizes)) == 1
+    # One copy for all ranks, `[ranks, rows, ...]`, or one for each, `[rows, ...]`.
+    parts = [[x.unflatten(at, (len(sizes), sizes[0])).movedim(at, 0)] if even else x.split(list(sizes), at) for x in xs]
+    of_ranks = list(zip(*parts, strict=True))
+    for block, of_rank in zip(send.split([len(xs) * x[0].numel() for x in of_ranks]), of_ranks, strict=True):
+        shape, rows = of_rank[0].shape, 1 + even
+        into = block.view(*shape[:rows], len(xs), *shape[rows:])
+        for i, part in enumerate(of_rank):
+            copy_wide(into.select(rows, i), part)
     return send

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
-from longspan.comm.reshard import move_shards, shard_sizes
+from longspan.comm.reshard import move_shards, move_shards_together, shard_sizes
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.diffusion.tokens import Tokens
@@ -82,17 +82,16 @@ def ulysses(
         raise LongspanError(f"attention dropout would depend on the number of ranks, got dropout_p={dropout_p}")
     group, of_ranks = tokens.sp.group, tokens.of_ranks
     heads = shard_sizes(query.shape[1], tokens.sp.size)
-    if query.shape[2] != of_ranks[tokens.sp.rank]:
-        raise LongspanError(
-            f"this rank should hold {of_ranks[tokens.sp.rank]} tokens, an attention got {query.shape[2]}"
-        )
+    if query.shape[2] != of_ranks[tokens.sp.rank] or not query.shape == key.shape == value.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise LongspanError(f"q, k and v should hold this rank's {of_ranks[tokens.sp.rank]} tokens each, got {shapes}")
     mask = None
     if attn_mask is not None or (is_causal and tokens.order(query.device) is not None):
         mask, is_causal = _mask(tokens, attn_mask, query, heads, is_causal), False
     if tokens.sp.size == 1:
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
     assert group is not None
-    q_BhSD, k_BhSD, v_BhSD = move_shards(torch.stack([query, key, value]), group, 3, 2, of_ranks, heads).unbind(0)
+    q_BhSD, k_BhSD, v_BhSD = move_shards_together([query, key, value], group, 2, 1, of_ranks, heads)
     out_BhSD = F.scaled_dot_product_attention(q_BhSD, k_BhSD, v_BhSD, mask, is_causal=is_causal, scale=scale)
     return move_shards(out_BhSD, group, 1, 2, heads, of_ranks)
 

@@ -90,8 +90,8 @@ def parallelize(
             copy the first rank's weights to all ranks.
         check_batches: number of first forwards in which to compare over the ranks what the model is called with, and
             name the ranks that got another batch, shape or mode. None: every forward, at the cost of one gather of six
-            numbers between hosts. Values on a GPU, which the host waits for, are compared in the first three forwards,
-            and then in every hundredth. 0: never.
+            numbers between hosts. Values on a GPU, which the host waits for, and pixels are compared in the first
+            three forwards, and then in every hundredth. 0: never.
         check_weights: with `fsdp=False`, compare a digest of all weights over the ranks every `check_weights` training
             forwards. 0: never.
         logits: True: compute logits in training too. By default a training forward with labels computes none: head and

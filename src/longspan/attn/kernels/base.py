@@ -76,6 +76,7 @@ class KernelRequest:
     dtype: torch.dtype = torch.float32  # of q, k and v
     head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
     lse: bool = False  # whether the log-sum-exp is needed even without a ring, because the method saves it
+    tokens: tuple[int, int] | None = None  # rows, and tokens of the whole sequence; None: of no batch yet, or a cache's
 
     @property
     def options(self) -> tuple[str, ...]:

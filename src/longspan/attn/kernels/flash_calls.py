@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import BlockRegion, Blocks
-from longspan.compat.torch_api import not_compiled
+from longspan.compat.torch_api import not_compiled, to_device
 from longspan.core.layout import Lengths, Span
 from longspan.core.regions import Region
 
@@ -239,7 +239,7 @@ def _call(window: Window, sequences: list[FlashSequence], sizes: Span, device: t
     row, q0, q1, k0, k1 = torch.tensor(edges).unbind(1)
     queries, keys = _tokens(row, q0, q1, sizes[0], device), _tokens(row, k0, k1, sizes[1], device)
     lengths = q1 - q0, k1 - k0
-    ends_q, ends_k = (torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32).to(device) for n in lengths)
+    ends_q, ends_k = (to_device(torch.cat([n.new_zeros(1), n.cumsum(0)]).int(), device) for n in lengths)
     return FlashCall(window, queries, keys, (int(lengths[0].max()), int(lengths[1].max())), (ends_q, ends_k))
 
 
@@ -255,4 +255,4 @@ def _tokens(row: Tensor, start: Tensor, stop: Tensor, size: int, device: torch.d
         return Tokens(rows, columns, None, packed=True)
     first = row * size + start - before
     at = torch.repeat_interleave(first, n) + torch.arange(int(n.sum()))
-    return Tokens((0, 0), (0, 0), at.to(device), packed=True)
+    return Tokens((0, 0), (0, 0), to_device(at, device), packed=True)

@@ -2,7 +2,8 @@
 
 The host knows which collectives run and how large they are: names, shapes, dtypes, whether there are labels and
 gradients. The hosts gather a digest of these at each forward, and of the values if they are on the CPU. Reading values
-on a GPU makes the host wait, so they are compared in the first three forwards, and in every hundredth.
+on a GPU makes the host wait, and pixels are many, so they are compared in the first three forwards, and in every
+hundredth.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
 from longspan.hf.batch.shard import WIDTH, has_labels
+from longspan.hf.model.vision import PIXEL_KEYS
 
 FIRST, EVERY = 3, 100
 """The host waits for values on a GPU and compares them in the `FIRST` forwards, where most faults appear, and then in
@@ -62,8 +64,9 @@ class BatchCheck:
                 raise problem
             self.replicas.compare(model, self.sp)
             return
-        # The host must not wait for a GPU.
-        values = {_VALUES: str(_digest(batch))} if self.thorough or is_on_cpu(batch) else {}
+        # The host must not wait for a GPU, nor read gigabytes of pixels each time.
+        small = {key: x for key, x in batch.items() if self.thorough or key not in PIXEL_KEYS}
+        values = {_VALUES: str(_digest(small))} if self.thorough or is_on_cpu(small) else {}
         shared = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
         asked = batch.get(WIDTH)
         usable = asked is None or (type(asked) is int and asked == sharing.size)

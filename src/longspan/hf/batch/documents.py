@@ -106,8 +106,8 @@ def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
         )
     check_integers(key, borders)
     sizes = [stop - start for start, stop in cu_seqlens_segments(borders, n, key)[0]]
-    lengths = torch.tensor(sizes, device=tokens.device)
-    return torch.arange(len(sizes), device=tokens.device).repeat_interleave(lengths)[None]
+    lengths = torch.tensor(sizes, device=borders.device)
+    return torch.arange(len(sizes), device=borders.device).repeat_interleave(lengths)[None]
 
 
 def _without_padding(documents: Tensor, mask: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ from longspan.attn.tree import Trees, along_paths, children, read_trees
 from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import listed
 from longspan.core.validation import check_flag
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
+from longspan.hf.batch.host import TREE_KEYS, read_on_host
 from longspan.hf.model.support import HELP
 from longspan.hf.model.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE as IGNORE
@@ -107,7 +109,6 @@ WIDTH = "sequence_width"
 """The key of a batch that is the number of ranks that share it."""
 
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
-TREE_KEYS = ("tin", "tout")
 _PER_TOKEN = {
     *_INPUTS, "labels", "shift_labels", "loss_weights", "position_ids", "attention_mask", *ID_KEYS, *TREE_KEYS,
 }  # fmt: skip
@@ -187,8 +188,9 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
             f"`{pictures}` cannot be cut: which rank needs which picture depends on the model; pass the whole batch to "
             f"the parallelized model"
         )
-    whole, info = read_batch(batch, sharding_of(batch, sp), shift=shift)
-    return {**cut_batch(whole, info), "longspan": info}
+    whole, info = read_batch({**batch, **read_on_host(batch)}, sharding_of(batch, sp), shift=shift)
+    cut, info = place_batch(cut_batch(whole, info), info, tokens_of(batch).device)
+    return {**cut, "longspan": info}
 
 
 def read_batch(
@@ -196,17 +198,18 @@ def read_batch(
 ) -> tuple[dict[str, Any], SequenceInfo]:
     """Check a batch that the ranks of `sp` share, and return it whole, with its facts: in `ShardBatch.check`.
 
-    Its `labels` and `loss_weights` are shifted, and the marks that the facts contain left out. `own_positions` are ids
-    that the model computes itself if the batch has none; they mark no documents.
+    What `read_on_host` returns is in the batch. Its `labels` and `loss_weights` are shifted, and the marks that the
+    facts contain left out. `own_positions` are ids that the model computes itself if the batch has none; they mark no
+    documents.
     """
-    rows, n, device = _batch_shape(batch)
+    rows, n = _batch_shape(batch)
     _check_lengths(batch, rows, n)
     trees = _trees_of(batch)
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     if positions is None and trees is not None:
-        positions = along_paths(trees, torch.arange(n, device=device))[0]
+        positions = along_paths(trees, torch.arange(n))[0]
     of_documents = None if trees is not None else _text_positions(positions)
     segments, starts, visible = segments_of(batch, of_documents, rows, n)
     labels, weights = _labels_of(batch, shift, trees)
@@ -232,8 +235,17 @@ def cut_batch(whole: Mapping[str, Any], info: SequenceInfo) -> dict[str, Any]:
             dim, pad = -1 if key == "position_ids" else 1, IGNORE if key == "labels" else 0
             cut[key] = _part(whole[key], info.sp, pad, dim)
     if "position_ids" not in cut:
-        cut["position_ids"] = info.sp.positions(info.length).to(tokens_of(cut).device)[None]
+        cut["position_ids"] = info.sp.positions(info.length)[None]
     return cut
+
+
+def place_batch(
+    cut: Mapping[str, Any], info: SequenceInfo, device: torch.device
+) -> tuple[dict[str, Any], SequenceInfo]:
+    """Move my tokens, and what layers read of the whole batch, to a device."""
+    if info.visible is not None:
+        info = dataclasses.replace(info, visible=VisibleKeys(to_device(info.visible.mask, device)))
+    return {key: to_device(x, device) if isinstance(x, Tensor) else x for key, x in cut.items()}, info
 
 
 def _trees_of(batch: Mapping[str, Any]) -> Trees | None:
@@ -268,7 +280,8 @@ def fill_padding(
     *,
     shift: bool,
 ) -> SequenceInfo:
-    """Replace my padding in every input of `cut` by the first real token of `whole`; return `info` with it marked.
+    """Replace my padding in every input of `cut`, on the device, by the first real token of `whole`; return `info` with
+    it marked.
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
     has an infinite derivative where an embedding is 0 (often that of the padding token). Padding that predicts a token
@@ -278,26 +291,26 @@ def fill_padding(
     real_Bn = _in_rows(info)
     if info.local_length * info.sp.size == info.length and bool(real_Bn.all()):
         return info
-    tokens, ids, special, fillers_Bn = tokens_of(cut), whole.get("input_ids"), torch.tensor(placeholders), real_Bn
+    tokens, ids, fillers_Bn = tokens_of(cut), whole.get("input_ids"), real_Bn
     if placeholders and ids is not None:
-        fillers_Bn = real_Bn & ~torch.isin(ids.cpu(), special)
+        fillers_Bn = real_Bn & ~torch.isin(ids, torch.tensor(placeholders))
         if not fillers_Bn.any():
             return info
     b, i = divmod(int(fillers_Bn.flatten().int().argmax()), info.length)
     labels = cut.get("labels")
-    real_BL = _part(_in_rows(info, before=int(shift and labels is None)).to(tokens.device), info.sp)
+    real_BL = to_device(_part(_in_rows(info, before=int(shift and labels is None)), info.sp), tokens.device)
     if labels is not None:
         real_BL = real_BL | (labels != IGNORE)
     padding_BL = ~real_BL
-    if placeholders and ids is not None:
-        padding_BL &= ~torch.isin(tokens, special.to(tokens.device))
+    for placeholder in placeholders if ids is not None else ():
+        padding_BL &= tokens != placeholder
     for key in _INPUTS:
         if key in cut:
-            filler = whole[key].detach()[b, i]
+            filler = to_device(whole[key].detach()[b, i], tokens.device)
             cut[key] = torch.where(padding_BL[(...,) + (None,) * (cut[key].dim() - 2)], filler, cut[key])
     if "position_ids" in whole and info.segments is not None:  # [rows, n], or [axes, rows, n]
         positions = whole["position_ids"]  # those of `shard`'s own padding are 0
-        filler = positions[..., min(b, positions.shape[-2] - 1), i]
+        filler = to_device(positions[..., min(b, positions.shape[-2] - 1), i], tokens.device)
         cut["position_ids"] = torch.where(padding_BL, filler[..., None, None], cut["position_ids"])
     return dataclasses.replace(info, padding=padding_BL)
 
@@ -311,7 +324,7 @@ def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0, dim: int = 1) -
     return part if sp.size == 1 or x.is_floating_point() else part.clone()
 
 
-def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
+def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     given = [key for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None]
     if len(given) != 1:
         raise LongspanError(
@@ -326,7 +339,7 @@ def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
         raise LongspanError(f"a batch without tokens: `{given[0]}` has the shape {tuple(tokens.shape)}")
     if given == ["input_ids"]:
         check_integers("input_ids", tokens)
-    return tokens.shape[0], tokens.shape[1], tokens.device
+    return tokens.shape[0], tokens.shape[1]
 
 
 def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
@@ -407,9 +420,9 @@ def _shifted(name: str, x: Tensor, fill: float, trees: Trees | None) -> Tensor:
 
 def real_tokens(info: SequenceInfo) -> Tensor:
     """Return which of my tokens are real: neither padding of the batch nor of `shard`; bool [B, L]."""
-    real = _in_rows(info)
+    real = to_device(_in_rows(info), info.sp.device)
     real = real if info.visible is None else real & info.visible.mask.to(real.device)
-    return _part(real.to(info.sp.device), info.sp)
+    return _part(real, info.sp)
 
 
 def _in_rows(info: SequenceInfo, before: int = 0) -> Tensor:

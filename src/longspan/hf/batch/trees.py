@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_number
 from longspan.losses.cross_entropy import IGNORE
@@ -113,7 +114,8 @@ class PackedRows:
 
     def unpack(self, x: Tensor) -> Tensor:
         """Return `[B, n]`, the value of `x [1, tokens]` at each token of the batch; 0 where no label is predicted."""
-        return torch.where(self.labelled, x[0, self.at], 0)
+        at, labelled = (to_device(each, x.device) for each in (self.at, self.labelled))
+        return torch.where(labelled, x[0, at], 0)
 
 
 def pack_batch(batch: Mapping[str, Any]) -> PackedRows:

@@ -15,9 +15,11 @@ from longspan.attn.tree import Trees, along_paths, path_lengths
 from longspan.cache.latent import latent_layer_of
 from longspan.comm.shard import shard
 from longspan.compat.reading import attention_layers, tower_modules
+from longspan.compat.torch_api import to_device
 from longspan.compat.transformers_api import attention_of, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
+from longspan.hf.batch.documents import tokens_of
 from longspan.hf.batch.shard import SequenceInfo, rotary_positions
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import NAME, LayerBinding
@@ -106,7 +108,8 @@ class AttentionLayers(Stage):
         if call.info.elastic and self.ropes_of_length:
             mine = shard(_last_positions(call), call.info.sp)
             last, kinds, counts = mine.unique(return_inverse=True, return_counts=True)
-            places = kinds.flatten().argsort().split(counts.tolist())
+            device = tokens_of(call.inputs).device
+            places = [to_device(x, device) for x in kinds.flatten().argsort().split(counts.tolist())]
             self.alone = list(zip(last.tolist(), places, strict=True))
 
     def after(self, call: ForwardCall, output: Any) -> Any:
@@ -147,10 +150,10 @@ class AttentionLayers(Stage):
 
 
 def _last_positions(call: ForwardCall) -> Tensor:
-    """Return for each token the largest position of its document, int64 [B, n]; 0 for padding."""
+    """Return for each token the largest position of its document, int64 [B, n], on the host; 0 for padding."""
     info, positions = call.info, call.whole.get("position_ids")
     if positions is None:
-        positions = torch.arange(info.length, device=info.sp.device)[None]
+        positions = torch.arange(info.length)[None]
     positions = rotary_positions(positions)
     positions = (positions.amax(0) if positions.dim() == 3 else positions).expand(info.rows, -1)
     last = torch.zeros_like(positions)
@@ -196,13 +199,20 @@ def _count_global_positions(layer: nn.Module, args: Any, kwargs: dict[str, Any])
         elif info.step.static is not None:
             positions = info.step.static.index
     elif isinstance(info, SequenceInfo):
-        positions = info.sp.positions(info.length)
-        if info.nodes is not None:
-            positions = along_paths(info.nodes, positions)[0][0]
-        elif info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
-            starts = positions.new_tensor([start for start, _ in info.segments[0]])
-            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        key = "global positions"
+        positions = info.prepared[key] = info.prepared[key] if key in info.prepared else _positions_in_sequences(info)
     return args, kwargs if positions is None else {**kwargs, "cache": _TokensBefore(positions)}
+
+
+def _positions_in_sequences(info: SequenceInfo) -> Tensor:
+    """Return the positions of my tokens in the whole sequence, in a document of an elastic batch, or along a path."""
+    positions = info.sp.positions(info.length)
+    if info.nodes is not None:
+        return along_paths(info.nodes, positions)[0][0]
+    if info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
+        starts = to_device(torch.tensor([start for start, _ in info.segments[0]]), positions.device)
+        positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    return positions
 
 
 def _check_counted(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -23,8 +23,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.compat.torch_api import not_compiled
+from longspan.compat.transformers_api import take_cache
 from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck
+from longspan.hf.batch.host import hide_from_fsdp, read_on_host, unhide
 from longspan.hf.batch.shard import WIDTH, sharding_of
 from longspan.hf.batch.trees import pack_batch
 from longspan.hf.cache.cached import CachedTokens
@@ -116,6 +118,7 @@ class ForwardHooks:
         if fsdp:
             model.register_forward_hook(self.release_weights)
             model.register_forward_pre_hook(self.leave_inference_mode, prepend=True)
+            model.register_forward_pre_hook(self.keep_on_host, prepend=True, with_kwargs=True)
             model.register_forward_hook(self.return_to_inference_mode, always_call=True)
         self.shards_weights = fsdp
 
@@ -140,7 +143,7 @@ class ForwardHooks:
         self.returned_tokens = None
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
-        batch = dict(kwargs)
+        batch = unhide(kwargs)
         scored = bool(batch.pop("fused_lm_head", False))
         call = ForwardCall(model, self.traits, self.options, batch, self.sp, scored)
         stages: list[Stage] = []
@@ -148,6 +151,8 @@ class ForwardHooks:
         try:
             call.name_arguments(args)
             _choose_width(call)
+            if call.cache is None:
+                call.batch |= read_on_host(call.batch, ids=self.traits.reads_ids or self.options.shared_prefixes)
             if call.scored and self.options.shared_prefixes:
                 call.packed = pack_batch(call.batch)
                 call.batch = call.packed.entries
@@ -209,6 +214,13 @@ class ForwardHooks:
             batch["cache"] = call.cache.describe()
         router_loss = call.cache is None and call.wants_router_loss
         self.batches.compare(call.model, batch, router_loss, problem, call.sp)
+
+    @not_compiled
+    def keep_on_host(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before FSDP's hooks, which move a batch to the GPU: `before` would copy it back to read it."""
+        if self.sp.device.type == "cpu" or take_cache(dict(kwargs)) is not None:
+            return None
+        return args, hide_from_fsdp(kwargs)
 
     @not_compiled
     def leave_inference_mode(self, model: nn.Module, args: Any) -> None:

@@ -86,7 +86,8 @@ class SelectLogits(Stage):
             raise LongspanError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one out")
 
     def before(self, call: ForwardCall) -> None:
-        keep = call.inputs.pop("logits_to_keep", None)
+        call.inputs.pop("logits_to_keep", None)
+        keep = call.batch.get("logits_to_keep")  # on the host
         if self.head is None or not (isinstance(keep, Tensor) or keep):
             return
         if not self.hooked:  # the first forward that selects tokens

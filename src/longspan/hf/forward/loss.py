@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
 from longspan.comm.collectives import scale_gradient, sum_over
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.hf.batch.shard import SequenceInfo, real_tokens
@@ -146,7 +147,7 @@ class GlobalLoss:
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         problem = problem_of(config, labels)
-        logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
+        logits_BC, labels = logits[:rows].to(dtype), to_device(labels[:rows], logits.device)
         if problem == "single_label_classification":
             total = F.cross_entropy(logits_BC, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
             count = (labels != IGNORE).sum()
@@ -306,7 +307,7 @@ class PooledHead(HeldBackLabels):
         super().before(call)
         self.labels, self.info, self.ids = call.batch.get("labels"), call.info, call.inputs.get("input_ids")
         if self.ids is not None:
-            call.inputs["input_ids"] = call.batch["input_ids"]
+            call.inputs["input_ids"] = to_device(call.batch["input_ids"], self.ids.device)
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
         return self.losses.of_rows(logits, labels, call.model.config, call.options.rows)

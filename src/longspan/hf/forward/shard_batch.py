@@ -15,7 +15,7 @@ from longspan.compat.transformers_api import count_mask
 from longspan.core.errors import LongspanError
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.batch.documents import tokens_of
-from longspan.hf.batch.shard import cut_batch, fill_padding, read_batch
+from longspan.hf.batch.shard import cut_batch, fill_padding, place_batch, read_batch
 from longspan.hf.forward.loss import check_labels, problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.model.pretrained import position_range
@@ -68,7 +68,10 @@ class ShardBatch(Stage):
             call.info = dataclasses.replace(call.info, bidirectional=image_spans(types))
 
     def before(self, call: ForwardCall) -> None:
-        call.inputs = inputs = cut_batch(call.whole, call.info)
+        inputs, device = cut_batch(call.whole, call.info), tokens_of(call.whole).device
+        device = call.sp.device if device.type == "cpu" else device
+        inputs, call.info = place_batch(inputs, call.info, device)
+        call.inputs = inputs
         if torch.is_grad_enabled():
             shift = not call.traits.labels_per_token
             call.info = fill_padding(inputs, call.whole, call.info, call.traits.placeholders, shift=shift)

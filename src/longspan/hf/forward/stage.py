@@ -59,6 +59,7 @@ class ModelTraits:
         self.placeholders = tuple(sorted({getattr(model.config, encoder.token) for encoder in self.encoders}))
         # Batch key that is 1 for tokens of images, which see each other.
         self.image_types = IMAGE_TYPES.get(model.config.model_type) if self.encoders else None
+        self.reads_ids = self.own_positions is not None or bool(self.encoders)  # on the host
 
     def accepts(self, argument: str) -> bool:
         return argument in self.signature.parameters

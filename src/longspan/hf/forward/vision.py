@@ -25,9 +25,11 @@ from longspan.comm.agree import gather_numbers
 from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
 from longspan.hf.batch.documents import tokens_of
+from longspan.hf.batch.host import read_on_host
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.encoders import Encoder, Units
@@ -112,7 +114,9 @@ class VisionTower(Stage):
             raise LongspanError(
                 f"`{encoders[0].pixels}` with `inputs_embeds`: placeholders are found among ids; give `input_ids`"
             )
-        ids_Bn = ids_Bn.detach().cpu()
+        batch = {**batch, "input_ids": ids_Bn}
+        batch |= read_on_host(batch, ids=True)
+        ids_Bn = batch["input_ids"]
         found, facts, crc = dict[Encoder, Pictures](), list[str](), 0
         for encoder in encoders:
             for key in PICTURE_KEYS:
@@ -273,12 +277,12 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
         stop = start + 1
     output = encoder.encode(core, pictures.batch, start, stop, sp.device)
     rows = rows_of(output)
-    rows = rows[torch.cat(sent).to(rows.device)]
+    rows = rows[to_device(torch.cat(sent), rows.device)]
     if sp.size > 1:
         assert sp.group is not None
         rows = all_to_all_rows(rows, [len(x) for x in sent], received, group_name(sp.group))
     if not torch.equal(mine, numbers_of_ranks[rank]):  # repeated, or in another order
-        rows = rows[torch.bucketize(numbers_of_ranks[rank], mine).to(rows.device)]
+        rows = rows[to_device(torch.bucketize(numbers_of_ranks[rank], mine), rows.device)]
     return with_rows(output, rows)
 
 

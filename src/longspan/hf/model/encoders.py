@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.compat.torch_api import to_device
 from longspan.compat.transformers_api import tiles_of_image
 from longspan.core.errors import LongspanError
 
@@ -51,7 +52,7 @@ class Encoder(ABC):
         """Run the tower on units `start` to `stop`; `rows_of` returns their embeddings from the output."""
         run = getattr(core, f"get_{self.modality}_features")
         part = self.part(core, batch, start, stop)  # `generate` may leave the prompt's pixels on the host
-        return run(**{key: x.to(device) for key, x in part.items()}, return_dict=True)
+        return run(**{key: to_device(x, device) for key, x in part.items()}, return_dict=True)
 
     def select(self, core: Any, batch: Mapping[str, Any], units: Sequence[int]) -> dict[str, Any]:
         """Return a batch of some units, in their order."""
@@ -99,7 +100,7 @@ class GridEncoder(Encoder):
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         merge, embed = core.visual.spatial_merge_size, core.visual.patch_embed
         width = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
-        grid = torch.tensor([[1, merge, merge]], device=device)
+        grid = torch.tensor([[1, merge, merge]])
         return {self.pixels: torch.zeros(merge**2, width, device=device), self.grid: grid}
 
 
@@ -147,7 +148,7 @@ class ImageEncoder(Encoder):
         channels = getattr(vision, "num_channels", 3)
         batch = {self.pixels: torch.zeros(1, channels, height, width, device=device)}
         if sized:
-            batch["image_sizes"] = torch.tensor([[height, width]], device=device)
+            batch["image_sizes"] = torch.tensor([[height, width]])
         return batch
 
 
@@ -225,7 +226,11 @@ class TileEncoder(Encoder):
         # cut images as rows of one image, the others as one row. The model ignores a second image that is missing.
         is_cut = self._is_cut(batch)[start:stop]
         order = sorted(range(stop - start), key=lambda i: not is_cut[i])
-        part = {key: x[order].to(device) for key, x in self.part(core, batch, start, stop).items()}
+        at = torch.tensor(order)
+        part = {
+            key: to_device(x, device).index_select(0, to_device(at, device))
+            for key, x in self.part(core, batch, start, stop).items()
+        }
         whole = len(is_cut) - sum(is_cut)
         part["batch_num_images"] = torch.tensor([1] * sum(is_cut) + ([max(2, whole)] if whole else []))
         output = core.get_image_features(**part, return_dict=True)
@@ -238,7 +243,7 @@ class TileEncoder(Encoder):
         size, channels = vision.image_size, getattr(vision, "num_channels", 3)
         tiles = tiles_of_image(size, size, core.config.image_grid_pinpoints, size)
         pixels = torch.zeros(1, tiles, channels, size, size, device=device)
-        return {self.pixels: pixels, "image_sizes": torch.tensor([[size, size]], device=device)}
+        return {self.pixels: pixels, "image_sizes": torch.tensor([[size, size]])}
 
 
 _IS_CUT, _ENDS_VIDEO = "image_is_cut", "frame_ends_video"
@@ -281,7 +286,7 @@ class PooledFrameEncoder(Encoder):
         for i, ends in enumerate(self._ends_video(batch)[start:stop].tolist()):
             at += range(i * of_frame, (i + 1) * of_frame)
             at += [newline] if ends else []
-        output.pooler_output = x[torch.tensor(at, device=x.device)][None]
+        output.pooler_output = x[to_device(torch.tensor(at), x.device)][None]
         return output
 
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
