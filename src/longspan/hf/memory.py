@@ -6,7 +6,6 @@ Layers are checkpointed, and MLPs and norms run tile by tile.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -28,14 +27,14 @@ from longspan.core.experts import Experts
 from longspan.core.heads import slices_of
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
-from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
+from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, most_mlp_tiles, norm_rows
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import draws, final_norm
 from longspan.hf.model.vision import tower_blocks
 from longspan.hf.weights.attention_slices import AttentionSlices
-from longspan.hf.weights.experts import most_tiles
+from longspan.hf.weights.experts import ExpertTiles
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import CheckpointedLayer, LayerGroups
 from longspan.memory.head_slices import HeadCut, SlicedAttention
@@ -251,8 +250,9 @@ class MemoryManager(Stage):
         def rows(tokens: int, on_cpu: bool) -> int:
             return mlp_rows(tokens, self.hidden, width, on_cpu)
 
-        drawing, agree = any(map(draws, mlp.modules())), functools.partial(most_tiles, mlp)
-        return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, agree=agree)
+        drawing = any(map(draws, mlp.modules()))
+        experts = ExpertTiles(mlp, most_mlp_tiles(self.hidden, width), draws=drawing)
+        return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, experts=experts)
 
     # --- one forward
 
