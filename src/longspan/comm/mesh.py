@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.comm.link import measure_link
-from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
+from longspan.compat.torch_api import copy_job_timeout, flatten_mesh, group_of_partition
 from longspan.compat.torch_api import find_group as find_group
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
@@ -84,21 +84,19 @@ class MeshGroups:
             world=along(*AXES).get_group(),
         )
 
-    def resized(self, shape: Sequence[int]) -> MeshGroups:
+    def resized(self, shape: Sequence[int], made: dict[Partition, dist.ProcessGroup]) -> MeshGroups:
         """Return the groups of the same ranks along axes of other sizes, None along axes of size 1. Collective.
 
-        gloo starts threads for each group of a DeviceMesh, even for those of one rank, so this makes none.
+        Groups in `made` are used again, and new ones are added to it. gloo starts threads for each group of a
+        DeviceMesh, even for those of one rank, so this makes none.
         """
         ranks = self.ranks.reshape(tuple(shape))
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         def along(*axes: str) -> dist.ProcessGroup | None:
-            large = tuple(i for i, axis in enumerate(AXES) if axis in axes and shape[i] > 1)
-            if large and large not in made:
-                last = tuple(range(-len(large), 0))
-                rows = ranks.movedim(large, last).flatten(-len(large)).flatten(0, -2)
-                made[large] = copy_job_timeout(dist.new_subgroups_by_enumeration(rows.tolist())[0])
-            return made.get(large)
+            partition = _partition(ranks, axes)
+            if partition and partition not in made:
+                made[partition] = group_of_partition(partition)
+            return made.get(partition)
 
         return replace(
             self,
@@ -109,6 +107,19 @@ class MeshGroups:
             sequence=along("ring", "ulysses"),
             model=along("ring", "ulysses", "tensor"),
         )
+
+
+Partition = tuple[tuple[int, ...], ...]
+"""All ranks, cut into groups."""
+
+
+def _partition(ranks: torch.Tensor, axes: Sequence[str]) -> Partition:
+    """Return the ranks along axes of a mesh, of each group; none if the axes have one rank."""
+    large = tuple(i for i, axis in enumerate(AXES) if axis in axes and ranks.shape[i] > 1)
+    if not large:
+        return ()
+    rows = ranks.movedim(large, tuple(range(-len(large), 0))).flatten(-len(large)).flatten(0, -2)
+    return tuple(map(tuple, rows.tolist()))
 
 
 def init_mesh(
@@ -343,13 +354,17 @@ class SequenceSharding:
                 f"{format_value(width)} ranks cannot share a sequence in a group of {self.size}; allowed are {allowed}"
             )
         if width < self.size and not self.has_widths:
-            self._narrower = {narrow: self._narrow(narrow) for narrow in self.widths[:-1]}
+            made = dict[Partition, dist.ProcessGroup]()
+            for axis in ("ulysses", "tensor"):  # of narrower widths, too
+                if partition := _partition(self.groups.ranks, [axis]):
+                    made[partition] = self.mesh.get_group(axis)  # type: ignore[union-attr]
+            self._narrower = {narrow: self._narrow(narrow, made) for narrow in self.widths[:-1]}
         return self if width == self.size else self._narrower[width]
 
-    def _narrow(self, width: int) -> SequenceSharding:
+    def _narrow(self, width: int, made: dict[Partition, dist.ProcessGroup]) -> SequenceSharding:
         ring, ulysses = axes_of_width(self.ulysses_size, width)
         parallel = replace(self.parallel, data=self.fsdp_size // width, ring=ring, ulysses=ulysses)
-        groups = self.groups.resized([*parallel.degrees.values()])
+        groups = self.groups.resized([*parallel.degrees.values()], made)
         return SequenceSharding.__new__(SequenceSharding)._make(groups, parallel, self._widest or self)
 
     @property

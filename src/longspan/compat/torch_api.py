@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -128,6 +129,25 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     `DeviceMesh.from_group` makes unrelated meshes.
     """
     return mesh._flatten(axis)
+
+
+def group_of_partition(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return this rank's group of a partition of all ranks, with the job's timeouts. Collective.
+
+    A NCCL communicator that is bound to its device is split once for all groups, where `new_group` would split it for
+    each group, on every rank. From torch 2.13 on, the groups are NCCL's alone: gloo would connect their hosts. Without
+    such a communicator each rank makes its own group only.
+    """
+    ranks = [list(group) for group in partition]
+    if dist.distributed_c10d._get_default_group().bound_device_id is None:
+        mine = next(group for group in ranks if dist.get_rank() in group)
+        return copy_job_timeout(dist.new_group(mine, use_local_synchronization=True))
+    only: dict[str, Any] = {}
+    if "backend" in inspect.signature(dist.split_group).parameters:
+        only["backend"] = "cuda:nccl"
+    made = dist.split_group(split_ranks=ranks, **only)
+    assert made is not None
+    return copy_job_timeout(made)
 
 
 def copy_job_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -155,6 +155,7 @@ class AutoMemory:
             batch=rows * sp.data_size,
             documents=documents,
             pictures=self._pictures(most_patches),
+            elastic=width is not None,
         )
         chosen = choose_memory(self.shape, job, self.hardware, fixed_options(self.shape, fixed))
         self.most_tokens, self.size, self.patches = length * rows, (length, rows), most_patches
