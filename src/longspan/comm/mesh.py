@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.comm.link import measure_link
-from longspan.compat.torch_api import copy_job_timeout, flatten_mesh, group_of_partition
+from longspan.compat.torch_api import copy_job_timeout, flatten_mesh, group_of_partition, use_expandable_segments
 from longspan.compat.torch_api import find_group as find_group
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
@@ -133,6 +133,8 @@ def init_mesh(
 ) -> DeviceMesh | MeshGroups:
     """Build the mesh, and join the job that torchrun's environment describes if this process has not joined one.
 
+    On GPUs, let torch's allocator use `expandable_segments`, unless it is configured.
+
     Args:
         data: number of replicas that read different sequences.
         ring: size of the ring inside a sequence group.
@@ -170,6 +172,8 @@ def _join(axes: Axes, device_type: str | None = None, timeout: float | None = No
             code="LS102",
         )
     device_type = device_type or _device_type()
+    if device_type == "cuda":
+        use_expandable_segments()
     if not dist.is_initialized():
         if world == 1:
             return MeshGroups(device_type)

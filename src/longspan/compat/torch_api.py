@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -170,6 +171,19 @@ def give_hosts_time(timeout: timedelta) -> None:
     """Set the timeout of the default group's gloo backend, if it has one, next to that of its NCCL backend."""
     with contextlib.suppress(RuntimeError):
         dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables that configure torch's allocator; torch reads one of them."""
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator on GPUs grow its segments, unless the user has configured it: tensors of different lengths
+    fragment them.
+    """
+    configured: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
+    if not configured and not any(name in os.environ for name in ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 # --- autograd and tensors
