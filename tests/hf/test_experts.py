@@ -238,11 +238,12 @@ def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
         ("Qwen3Moe", Memory(checkpointing="full")),
         ("Qwen3Moe", "longest"),
         ("Llama4Text", "longest"),
+        ("LoRA", "longest"),
     ],
 )
 def test_the_host_waits_once_per_layer_and_step(family: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the numbers of rows of all tiles; the backward, which computes tiles and layers again, never waits."""
-    made = expert_parallel.Route
+    made, model = expert_parallel.Route, _with_lora(8) if family == "LoRA" else a_model(family)
 
     def even(slots: torch.Tensor, *rest: Any) -> Any:  # the fake GPU reads zeros
         rows = [len(slots) // 2] * 2
@@ -253,10 +254,8 @@ def test_the_host_waits_once_per_layer_and_step(family: str, memory: Any, monkey
     nothing = dict.fromkeys(("all_to_all_single", "all_reduce"), lambda *_, **__: None)
     with fake_world(0, 4), on_gpu() as seen, fake_gpus(4), mock.patch.multiple(dist, **nothing):
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=4, device_type="cuda"), overlap_chunks=1)
-        with torch.device("cuda"):
-            model = a_model(family)
         options: dict[str, Any] = {"weights": "same", "check_batches": 0, "check_weights": 0, "mp_policy": MIXED}
-        model = longspan.parallelize(model, sp, kernel="flash", memory=memory, experts=2, **options).train()
+        model = longspan.parallelize(model.to("cuda"), sp, kernel="flash", memory=memory, experts=2, **options).train()
         ids = torch.zeros(1, 128, dtype=torch.int64, device="cuda")
         for _ in range(2):  # in the first one, a tiled MLP is checked
             seen.clear()

@@ -427,7 +427,7 @@ class AdapterExperts:
     def _show(self, *_: Any) -> None:
         self.hidden.append([own_parameters(linear)["weight"] for linear, _ in self.linears])
         for (linear, is_a), weight in zip(self.linears, self.hidden[-1], strict=True):
-            mine = self.mine.to(weight.device)
+            self.mine = mine = self.mine.to(weight.device)  # a copy makes the host wait
             if is_a:
                 part = weight.unflatten(0, (self.experts, -1)).index_select(0, mine).flatten(0, 1)
             else:
