@@ -206,16 +206,17 @@ def test_a_step_and_log_probabilities_are_those_of_fsdp_alone() -> None:
 
 @on_ranks(2)
 def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
-    """Shared experts run before others (Qwen2-MoE) or after; Llama-4 calls experts in its own way; jitter is random."""
+    """Qwen2-MoE's shared experts run before the others; Llama-4 calls experts in its own way; jitter is random."""
     sp = on_mesh({"data": 2})
     tile_sizes.FEWEST_ROWS = 2, 2
     whole = batch(rows=1, n=5 if sp.data_rank else 21)  # 3 tiles and 11: the last ones are empty
-    cases = [("Qwen3Moe", Memory(tiled=True)), ("Qwen2Moe", "longest"), ("Llama4Text", "longest")]
-    for family, memory in cases:
+    for family, memory in (("Qwen2Moe", Memory(tiled=True)), ("Llama4Text", "longest")):
         found = []
         for options in ({"experts": 2, "memory": memory}, {}):
             model = longspan.parallelize(a_model(family), sp, **options).train()
-            model(**whole).loss.backward()
+            for _ in range(2):  # from the second forward on, norms compute no whole output
+                model.zero_grad()
+                model(**whole).loss.backward()
             found.append(gradients(model))
             model.eval()
             with torch.no_grad():
