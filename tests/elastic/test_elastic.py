@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import longspan
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import groups_of_widths
 from longspan.elastic.batches import ElasticStep, sample_of, samples_of_batch
 from longspan.elastic.scheduler import Group
+from longspan.plan.cost.peak_memory import peak_memory
+from longspan.plan.from_model import shape_of_model
+from longspan.plan.hardware import ALL_TO_ALL_BYTES, CATALOGUE, COMMUNICATOR_BYTES
+from longspan.plan.job import CostContext, Job
+from tests.fakes import fake_world
 from tests.models import HYBRIDS, Run, Truth, build, check_gradients, check_loss, gradients, ropes, sharding, truth_by
 from tests.pool import RankPool, on_ranks
 
 IGNORE = -100
+NCCL_ALONE = "cuda:nccl" if "backend" in inspect.signature(dist.split_group).parameters else None
 
 Samples = list[dict[str, list[int]]]
 
@@ -283,6 +293,68 @@ def test_log_probabilities_of_each_group() -> None:
     with torch.no_grad():
         expected = longspan.token_logprobs(model, {"input_ids": both}, gather=True)[sp.rank, None]
         torch.testing.assert_close(longspan.token_logprobs(model, mine, gather=True), expected)
+
+
+# --- process groups
+
+
+GROUPS = [
+    [[rank, rank + 1] for rank in range(0, 64, 2)],
+    [[*range(first, first + 4)] for first in range(0, 64, 4)],
+    [[first + i, first + i + 8] for first in range(0, 64, 16) for i in range(8)],
+    [[*range(first, first + 16)] for first in range(0, 64, 16)],
+    [[first + i + 8 * j for j in range(4)] for first in (0, 32) for i in range(8)],
+    [[*range(32)], [*range(32, 64)]],
+]
+"""Widths 2, 4, 16 and 32 of 8 x 8 ranks; the groups of width 8 are those of the mesh."""
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_groups_of_all_widths(bound: bool) -> None:
+    """A NCCL communicator is split once for all groups of a kind; without one, a rank makes its own groups only."""
+    with fake_world(37, 64):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=8, ulysses=8, device_type="cpu"))
+        new, default = dist.new_group, dist.distributed_c10d._get_default_group()
+
+        def split(split_ranks: list[list[int]], **_: Any) -> Any:
+            return new(next(ranks for ranks in split_ranks if 37 in ranks), use_local_synchronization=True)
+
+        default.bound_device_id = torch.device("cuda", 0) if bound else None
+        split_group = mock.create_autospec(dist.split_group, side_effect=split)
+        with (
+            mock.patch.object(dist, "new_group", side_effect=new) as new_group,
+            mock.patch.object(dist.distributed_c10d, "new_group", new_group),
+            mock.patch.object(dist, "split_group", split_group),
+        ):
+            sp.of_width(1)
+        if bound:
+            assert [call.kwargs["split_ranks"] for call in split_group.mock_calls] == GROUPS
+            assert {call.kwargs.get("backend") for call in split_group.mock_calls} == {NCCL_ALONE}
+            assert not new_group.called
+        else:
+            mine = [next(ranks for ranks in groups if 37 in ranks) for groups in GROUPS]
+            assert new_group.mock_calls == [mock.call(ranks, use_local_synchronization=True) for ranks in mine]
+            assert not split_group.called
+        assert sp.of_width(8).ulysses_group is sp.ulysses_group
+        assert sorted(ranks for _, ranks in groups_of_widths(sp.parallel)) == sorted(len(made[0]) for made in GROUPS)
+        assert dist.get_process_group_ranks(sp.of_width(16).ring_group) == [37, 45]
+
+
+def test_groups_are_planned() -> None:
+    """On a tensor axis, a replica's ranks are a group of their own; NCCL's memory for all of them is in the plan."""
+    mesh = {"ring": 3, "ulysses": 4, "tensor": 2}
+    with fake_world(0, 24):
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
+        with mock.patch("longspan.comm.mesh.group_of_partition", return_value=sp.ulysses_group) as made:
+            sp.of_width(1)
+        found = [len(call.args[0][0]) for call in made.mock_calls]
+    assert sorted(found) == sorted(ranks for _, ranks in groups_of_widths(sp.parallel))
+    model, h100 = shape_of_model(build("Llama")), CATALOGUE["h100"]
+    reserves = [
+        peak_memory(CostContext(model, Job(64, parallel=sp.parallel, elastic=elastic)), h100)["reserve"]
+        for elastic in (False, True)
+    ]
+    assert reserves == [2e9, 2e9 + len(found) * COMMUNICATOR_BYTES + (2 - 1) * ALL_TO_ALL_BYTES]
 
 
 # --- what is refused, equally on every rank

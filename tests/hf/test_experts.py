@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from longspan.generate import score
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
 from longspan.hf.preconditions import Checked, ParallelizeOptions
+from longspan.hf.weights import experts as expert_parallel
 from longspan.hf.weights.experts import ExpertLayout
 from longspan.ranks import launch
 from longspan.trainers.muon import muon
@@ -44,6 +46,8 @@ from tests.models import (
     truth_of,
 )
 from tests.pool import on_ranks
+from tests.streams import fake_gpus
+from tests.syncs import on_gpu
 from tests.train.training import write_config
 
 pytestmark = pytest.mark.skipif(
@@ -202,20 +206,66 @@ def test_a_step_and_log_probabilities_are_those_of_fsdp_alone() -> None:
 
 @on_ranks(2)
 def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
+    """Qwen2-MoE's shared experts run before the others; Llama-4 calls experts in its own way; jitter is random."""
     sp = on_mesh({"data": 2})
     tile_sizes.FEWEST_ROWS = 2, 2
-    memory = Memory(tiled=True)
-    whole = batch(rows=1, n=5 if sp.data_rank else 21)  # 3 tiles and 11, of which the last are then empty
-    found = []
-    for options in ({"experts": 2, "memory": memory}, {}):
-        model = longspan.parallelize(a_model("Qwen3Moe"), sp, **options)
-        model(**whole).loss.backward()
-        found.append(gradients(model))
-        model.eval()
-        with torch.no_grad():
-            model(**whole)
-    for name, grad in found[1].items():
-        torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-6)
+    whole = batch(rows=1, n=5 if sp.data_rank else 21)  # 3 tiles and 11: the last ones are empty
+    for family, memory in (("Qwen2Moe", Memory(tiled=True)), ("Llama4Text", "longest")):
+        found = []
+        for options in ({"experts": 2, "memory": memory}, {}):
+            model = longspan.parallelize(a_model(family), sp, **options).train()
+            for _ in range(2):  # from the second forward on, norms compute no whole output
+                model.zero_grad()
+                model(**whole).loss.backward()
+            found.append(gradients(model))
+            model.eval()
+            with torch.no_grad():
+                model(**whole)
+        for name, grad in found[1].items():
+            torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-6)
+    jitter = longspan.parallelize(a_model("Mixtral", router_jitter_noise=0.1), sp, experts=2, memory=TILES).train()
+    jitter(**whole).loss.backward()
+    assert gradients(jitter).keys() == dict(jitter.named_parameters()).keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU.
+
+
+@pytest.mark.parametrize(
+    ("family", "memory"),
+    [
+        ("Qwen3Moe", "fastest"),
+        ("Qwen3Moe", Memory(checkpointing="full")),
+        ("Qwen3Moe", "longest"),
+        ("Llama4Text", "longest"),
+        ("LoRA", "longest"),
+    ],
+)
+def test_the_host_waits_once_per_layer_and_step(family: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the numbers of rows of all tiles; the backward, which computes tiles and layers again, never waits."""
+    made, model = expert_parallel.Route, _with_lora(8) if family == "LoRA" else a_model(family)
+
+    def even(slots: torch.Tensor, *rest: Any) -> Any:  # the fake GPU reads zeros
+        rows = [len(slots) // 2] * 2
+        return made(slots, rows, rows, *rest[2:])
+
+    monkeypatch.setattr(expert_parallel, "Route", even)
+    monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (16, 16))  # so each of four ranks has two tiles
+    nothing = dict.fromkeys(("all_to_all_single", "all_reduce"), lambda *_, **__: None)
+    with fake_world(0, 4), on_gpu() as seen, fake_gpus(4), mock.patch.multiple(dist, **nothing):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=4, device_type="cuda"), overlap_chunks=1)
+        options: dict[str, Any] = {"weights": "same", "check_batches": 0, "check_weights": 0, "mp_policy": MIXED}
+        model = longspan.parallelize(model.to("cuda"), sp, kernel="flash", memory=memory, experts=2, **options).train()
+        ids = torch.zeros(1, 128, dtype=torch.int64, device="cuda")
+        for _ in range(2):  # in the first one, a tiled MLP is checked
+            seen.clear()
+            loss = model(input_ids=ids, labels=ids).loss
+            forward = list(seen)
+            loss.backward()
+        layers = sum(hasattr(module, "longspan_experts") for module in model.modules())
+        for_masks = ["tensor of numbers, to the device", "equal"] if family == "Llama4Text" else []
+        assert forward == seen == [*for_masks, *["tolist"] * layers]
 
 
 def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import functools
 import warnings
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from longspan.comm.mesh import MeshGroups
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.memory import hardware_of
+from longspan.hf.memory import AutoMemory, hardware_of
 from longspan.memory.activations import NormedLinear
 from longspan.memory.offload.host import HostStore
 from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, cost
 from longspan.plan.from_model import shape_of_model
+from longspan.plan.hardware import CATALOGUE
 from tests.choose import each_value, grouped, pairwise
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -40,6 +42,7 @@ from tests.models import (
     truth_of,
 )
 from tests.pool import RankPool
+from tests.syncs import on_gpu, one_gpu
 
 ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
@@ -457,6 +460,50 @@ def _options_by_step(sizes: list[tuple[int, int]]) -> list[Memory]:
 def test_replicas_with_batches_of_different_sizes_choose_together(pool2: RankPool) -> None:
     first, second = pool2.run(_options_by_step, [(8, 16), (24, 16), (20, 22)], timeout=60)
     assert first == second
+
+
+def _with_memory_of_ranks(room: list[float]) -> Memory:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    model = longspan.parallelize(build("Llama"), sp, memory="auto").train()
+    with mock.patch("longspan.hf.memory.usable_memory", lambda *_: room[sp.rank]):
+        model(**batch(rows=1, n=100)).loss.backward()
+    return model.longspan_state.memory.options  # type: ignore[no-any-return]
+
+
+def test_the_fullest_rank_decides(pool2: RankPool) -> None:
+    shape, cpu = shape_of_model(build("Llama")), hardware_of(torch.device("cpu"))
+    jobs = (Job(100, dtype="fp32", memory=memory).on(ulysses=2) for memory in (FASTEST, LONGEST))
+    most, least = (cost(shape, job, cpu).memory_total_bytes for job in jobs)
+    assert pool2.run(_with_memory_of_ranks, [2 * most, 2 * most]) == [FASTEST] * 2
+    first, second = pool2.run(_with_memory_of_ranks, [2 * most, (most + least) / 2])
+    assert first == second != FASTEST
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "others", "fits"),
+    [
+        (1, 0, 0, True),
+        (0.4, 0.6, 0, True),  # this process' allocator has cached the rest
+        (0.5, 0, 0, False),  # another process has taken it
+        (0.5, 0.5, 0.5, False),  # tensors of this process that are not the model's
+    ],
+)
+def test_auto_plans_with_free_memory(
+    free: float, held: float, others: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of what the fastest options need; the device itself is large."""
+    with on_gpu():
+        sp, model = one_gpu(), build("Llama", max_position_embeddings=1 << 20).to("cuda")
+        own = sum(p.nbytes for p in model.parameters())
+        job = Job(context=1 << 20, dtype="fp32", weight_sharding=False)
+        needed = int(1.01 * cost(shape_of_model(model), job, CATALOGUE["h100"]).memory_total_bytes)
+        for name, value in {
+            "mem_get_info": (int(free * needed), 1 << 50), "memory_reserved": int(held * needed),
+            "memory_allocated": own + int(others * needed), "get_device_name": "NVIDIA H100",
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        chosen = AutoMemory(model, sp, False, None, "tp").for_batch(job.context, 1, {}, False)
+    assert chosen is not None and (chosen[0] == FASTEST) == fits
 
 
 def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> None:

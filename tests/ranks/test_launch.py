@@ -19,19 +19,19 @@ from unittest import mock
 
 import pytest
 
-from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
+from longspan.compat.torch_api import ALLOCATOR, copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
 from longspan.ranks import job, launch
 from longspan.ranks.job import FOLDER, JobRank, join_process_group, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from tests.command import ForkedLauncher, launch_forked
 from tests.fakes import fake_world
+from tests.streams import fake_gpus
+from tests.syncs import on_gpu
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-
-def _warn_and_report(offset: int) -> tuple[int, int, list[float], str]:
-    """Warn by several libraries; return rank plus offset, threads, timeouts of all groups, and allocator settings."""
+def _warn_and_report(offset: int) -> tuple[int, int, list[float]]:
+    """Warn by several libraries; return rank plus offset, threads, and timeouts of all groups."""
     import logging
 
     import torch
@@ -49,7 +49,7 @@ def _warn_and_report(offset: int) -> tuple[int, int, list[float], str]:
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=1, timeout=77))
     groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.fsdp_group]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-    return dist.get_rank() + offset, torch.get_num_threads(), timeouts, os.environ["PYTORCH_ALLOC_CONF"]
+    return dist.get_rank() + offset, torch.get_num_threads(), timeouts
 
 
 def _end_while_others_wait(how: str) -> None:
@@ -118,7 +118,7 @@ def test_ranks_share_cores_and_timeout_and_one_of_them_shows_warnings(capfd: pyt
     """These ranks have a Python of their own, as those of the command."""
     before = signal.getsignal(signal.SIGTERM)
     found = launch.launch(_warn_and_report, 10, nproc=2)
-    assert found == (10, launch.threads_per_rank(2), [77.0] * 5, "expandable_segments:True")
+    assert found == (10, launch.threads_per_rank(2), [77.0] * 5)
     assert signal.getsignal(signal.SIGTERM) is before
     printed = capfd.readouterr().err
     for text in ("a warning of Python", "a warning of transformers", "a warning of torch", "a warning of a package"):
@@ -401,11 +401,27 @@ def test_a_rank_is_bound_to_the_cpus_beside_its_gpu(
     assert not job.bind_to_node_of(SimpleNamespace(), tmp_path)  # of another maker
 
 
-@pytest.mark.parametrize("name", ALLOCATOR)
-def test_the_user_configures_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "max_split_size_mb:512")
-    launch.use_expandable_segments()
-    assert {key: os.environ[key] for key in ALLOCATOR if key in os.environ} == {name: "max_split_size_mb:512"}
+@pytest.mark.parametrize("given", [*ALLOCATOR, "settings", None])
+def test_segments_grow_unless_the_user_configures_the_allocator(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun, too: every GPU that joins a mesh. The environment stays as it is."""
+    import torch
+
+    import longspan
+
+    if given in ALLOCATOR:
+        monkeypatch.setenv(given, "max_split_size_mb:512")
+    set_by_user, made = "max_split_size_mb:512" if given == "settings" else "", list[str]()
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: set_by_user, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append)
+    environment = [os.environ.get(name) for name in ALLOCATOR]
+    with on_gpu(), fake_gpus(2), fake_world(0, 2):
+        longspan.init_mesh(ulysses=2, device_type="cpu")
+        assert not made
+        longspan.init_mesh(ulysses=2, device_type="cuda")
+    assert made == ([] if given else ["expandable_segments:True"])
+    assert [os.environ.get(name) for name in ALLOCATOR] == environment
 
 
 def test_each_backend_of_a_new_group_gets_its_own_timeout(store: Any) -> None:

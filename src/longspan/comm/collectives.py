@@ -166,22 +166,6 @@ def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: str) 
     return out
 
 
-def all_to_all_counts(counts: Tensor, group: str) -> tuple[Tensor, list[int], list[int]]:
-    """Send how many rows are about to be sent: one all-to-all, then one wait of the host.
-
-    Args:
-        counts: `[ranks, kinds]` int64, the rows of each kind to each rank.
-        group: the ranks.
-
-    Returns:
-        The rows of each kind from each rank; of all kinds, the rows to each rank and those from each rank.
-    """
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=find_group(group))
-    send, receive = torch.stack([counts.sum(1), received.sum(1)]).tolist()
-    return received, send, receive
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Point to point.
 

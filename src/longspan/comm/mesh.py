@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.comm.link import measure_link
-from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
+from longspan.compat.torch_api import copy_job_timeout, flatten_mesh, group_of_partition, use_expandable_segments
 from longspan.compat.torch_api import find_group as find_group
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
@@ -84,21 +84,19 @@ class MeshGroups:
             world=along(*AXES).get_group(),
         )
 
-    def resized(self, shape: Sequence[int]) -> MeshGroups:
+    def resized(self, shape: Sequence[int], made: dict[Partition, dist.ProcessGroup]) -> MeshGroups:
         """Return the groups of the same ranks along axes of other sizes, None along axes of size 1. Collective.
 
-        gloo starts threads for each group of a DeviceMesh, even for those of one rank, so this makes none.
+        Groups in `made` are used again, and new ones are added to it. gloo starts threads for each group of a
+        DeviceMesh, even for those of one rank, so this makes none.
         """
         ranks = self.ranks.reshape(tuple(shape))
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         def along(*axes: str) -> dist.ProcessGroup | None:
-            large = tuple(i for i, axis in enumerate(AXES) if axis in axes and shape[i] > 1)
-            if large and large not in made:
-                last = tuple(range(-len(large), 0))
-                rows = ranks.movedim(large, last).flatten(-len(large)).flatten(0, -2)
-                made[large] = copy_job_timeout(dist.new_subgroups_by_enumeration(rows.tolist())[0])
-            return made.get(large)
+            partition = _partition(ranks, axes)
+            if partition and partition not in made:
+                made[partition] = group_of_partition(partition)
+            return made.get(partition)
 
         return replace(
             self,
@@ -111,6 +109,19 @@ class MeshGroups:
         )
 
 
+Partition = tuple[tuple[int, ...], ...]
+"""All ranks, cut into groups."""
+
+
+def _partition(ranks: torch.Tensor, axes: Sequence[str]) -> Partition:
+    """Return the ranks along axes of a mesh, of each group; none if the axes have one rank."""
+    large = tuple(i for i, axis in enumerate(AXES) if axis in axes and ranks.shape[i] > 1)
+    if not large:
+        return ()
+    rows = ranks.movedim(large, tuple(range(-len(large), 0))).flatten(-len(large)).flatten(0, -2)
+    return tuple(map(tuple, rows.tolist()))
+
+
 def init_mesh(
     data: int = 1,
     ring: int = 1,
@@ -121,6 +132,8 @@ def init_mesh(
     timeout: float | None = None,
 ) -> DeviceMesh | MeshGroups:
     """Build the mesh, and join the job that torchrun's environment describes if this process has not joined one.
+
+    On GPUs, let torch's allocator use `expandable_segments`, unless it is configured.
 
     Args:
         data: number of replicas that read different sequences.
@@ -159,6 +172,8 @@ def _join(axes: Axes, device_type: str | None = None, timeout: float | None = No
             code="LS102",
         )
     device_type = device_type or _device_type()
+    if device_type == "cuda":
+        use_expandable_segments()
     if not dist.is_initialized():
         if world == 1:
             return MeshGroups(device_type)
@@ -343,13 +358,17 @@ class SequenceSharding:
                 f"{format_value(width)} ranks cannot share a sequence in a group of {self.size}; allowed are {allowed}"
             )
         if width < self.size and not self.has_widths:
-            self._narrower = {narrow: self._narrow(narrow) for narrow in self.widths[:-1]}
+            made = dict[Partition, dist.ProcessGroup]()
+            for axis in ("ulysses", "tensor"):  # of narrower widths, too
+                if partition := _partition(self.groups.ranks, [axis]):
+                    made[partition] = self.mesh.get_group(axis)  # type: ignore[union-attr]
+            self._narrower = {narrow: self._narrow(narrow, made) for narrow in self.widths[:-1]}
         return self if width == self.size else self._narrower[width]
 
-    def _narrow(self, width: int) -> SequenceSharding:
+    def _narrow(self, width: int, made: dict[Partition, dist.ProcessGroup]) -> SequenceSharding:
         ring, ulysses = axes_of_width(self.ulysses_size, width)
         parallel = replace(self.parallel, data=self.fsdp_size // width, ring=ring, ulysses=ulysses)
-        groups = self.groups.resized([*parallel.degrees.values()])
+        groups = self.groups.resized([*parallel.degrees.values()], made)
         return SequenceSharding.__new__(SequenceSharding)._make(groups, parallel, self._widest or self)
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -141,6 +143,25 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return mesh._flatten(axis)
 
 
+def group_of_partition(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return this rank's group of a partition of all ranks, with the job's timeouts. Collective.
+
+    A NCCL communicator that is bound to its device is split once for all groups, where `new_group` would split it for
+    each group, on every rank. From torch 2.13 on, the groups are NCCL's alone: gloo would connect their hosts. Without
+    such a communicator each rank makes its own group only.
+    """
+    ranks = [list(group) for group in partition]
+    if dist.distributed_c10d._get_default_group().bound_device_id is None:
+        mine = next(group for group in ranks if dist.get_rank() in group)
+        return copy_job_timeout(dist.new_group(mine, use_local_synchronization=True))
+    only: dict[str, Any] = {}
+    if "backend" in inspect.signature(dist.split_group).parameters:
+        only["backend"] = "cuda:nccl"
+    made = dist.split_group(split_ranks=ranks, **only)
+    assert made is not None
+    return copy_job_timeout(made)
+
+
 def copy_job_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Give each backend of a group the timeout that the default group's has for the same device.
 
@@ -161,6 +182,19 @@ def give_hosts_time(timeout: timedelta) -> None:
     """Set the timeout of the default group's gloo backend, if it has one, next to that of its NCCL backend."""
     with contextlib.suppress(RuntimeError):
         dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables that configure torch's allocator; torch reads one of them."""
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator on GPUs grow its segments, unless the user has configured it: tensors of different lengths
+    fragment them.
+    """
+    configured: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
+    if not configured and not any(name in os.environ for name in ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 # --- autograd and tensors

@@ -110,5 +110,21 @@ def axes_of_width(ulysses: int, width: int) -> tuple[int, int]:
     return width // inner, inner
 
 
+def groups_of_widths(mesh: Axes) -> list[tuple[str, int]]:
+    """Return axis and ranks of the process groups that narrower widths need, besides those of the mesh."""
+    found = dict[tuple[str, int, int], tuple[str, int]]()  # ranks of an axis may be neighbours, or `inner` apart
+    for width in widths_of(mesh.ring * mesh.ulysses)[1:-1]:
+        ring, inner = axes_of_width(mesh.ulysses, width)
+        if 1 < inner < mesh.ulysses:
+            found["ulysses", inner, 1] = "ulysses", inner
+        if ring > 1:
+            found["ring", ring, inner] = "ring", ring
+        if ring > 1 and inner > 1:
+            found["sequence", width, 1] = "sequence", width
+        if mesh.tensor > 1:
+            found["model", width, 1] = "model", width * mesh.tensor
+    return list(found.values())
+
+
 # A test compares them with the kernels that are registered when torch is imported.
 KernelName = Literal["auto", "sdpa", "flash", "cudnn", "tiled", "flex", "eager"]

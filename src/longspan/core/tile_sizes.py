@@ -79,6 +79,11 @@ def mlp_rows(tokens: int, hidden: int, width: int, on_cpu: bool) -> int:
     return max(FEWEST_ROWS[on_cpu], -(-tokens * hidden // (4 * 6 * width)))
 
 
+def most_mlp_tiles(hidden: int, width: int) -> int:
+    """Return the most tiles of an MLP, for any number of tokens, by `mlp_rows`."""
+    return -(-4 * 6 * width // hidden)
+
+
 def norm_rows(tokens: int, on_cpu: bool) -> int:
     """Return the tokens of a tile of a norm, which makes about three fp32 copies of it."""
     return max(FEWEST_ROWS[on_cpu], -(-tokens // 32))

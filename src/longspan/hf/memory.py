@@ -6,7 +6,6 @@ Layers are checkpointed, and MLPs and norms run tile by tile.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -28,14 +27,14 @@ from longspan.core.experts import Experts
 from longspan.core.heads import slices_of
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
-from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
+from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, most_mlp_tiles, norm_rows
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import draws, final_norm
 from longspan.hf.model.vision import tower_blocks
 from longspan.hf.weights.attention_slices import AttentionSlices
-from longspan.hf.weights.experts import most_tiles
+from longspan.hf.weights.experts import ExpertTiles
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import CheckpointedLayer, LayerGroups
 from longspan.memory.head_slices import HeadCut, SlicedAttention
@@ -63,6 +62,24 @@ def device_memory(device: torch.device, ranks_here: int = 1) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, ranks_here)
 
 
+def usable_memory(device: torch.device, others: int = 0) -> float:
+    """Return the bytes of memory that a rank can use: of a GPU what is free, and what this process' allocator holds
+    besides the `others`, the bytes of tensors that are not the model's.
+    """
+    if device.type == "cpu":
+        return hardware_of(device).memory_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1.0, free + torch.cuda.memory_reserved(device) - others)
+
+
+def bytes_of_others(model: nn.Module, device: torch.device) -> int:
+    """Return the bytes of tensors on a GPU that are not the model's."""
+    if device.type == "cpu":
+        return 0
+    own = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if x.device == device)
+    return max(0, torch.cuda.memory_allocated(device) - own)
+
+
 def hardware_of(device: torch.device, rank_bytes: float | None = None, ranks_here: int = 1) -> Hardware:
     """Return this device for the planner: from the catalogue by its name, else as an H100, with its own memory.
 
@@ -87,7 +104,10 @@ MODALITIES = ("image", "video")
 
 
 class AutoMemory:
-    """Choose memory options by the planner.
+    """Choose memory options by the planner, for the memory that is free at the first forward.
+
+    What `parallelize` finds on the GPU besides the model is taken. What is made later may be the optimizer's states,
+    which are planned.
 
     `most_tokens`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
     """
@@ -103,7 +123,7 @@ class AutoMemory:
     ) -> None:
         self.sp, self.most_tokens, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
         self.replicas_differ = sp.data_size > 1
-        self.shape = shape_of_model(model)
+        self.shape, self.others = shape_of_model(model), bytes_of_others(model, sp.device)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
         self.job = Job(
             context=1,
@@ -122,8 +142,8 @@ class AutoMemory:
         patches: Mapping[str, int] = MappingProxyType({}),
         width: int | None = None,
     ) -> tuple[Memory, str] | None:
-        """Return the fastest options that fit the smallest device of all ranks, and the reason; None if no replica's
-        batch is larger than all before, in tokens or patches. Collective.
+        """Return the fastest options that fit the rank with least memory, and the reason; None if no replica's batch is
+        larger than all before, in tokens or patches. Collective.
 
         This replica has `rows` sequences of `length` tokens, or of packed documents; `patches` are by modality those of
         the rank that encodes most; the options in `fixed` stay. Replicas need the same options: a recomputation gathers
@@ -146,16 +166,19 @@ class AutoMemory:
                 return None
             length, rows = self.size  # the options must still fit it
         if self.hardware is None:
-            least = torch.tensor(hardware_of(sp.device).memory_bytes, dtype=torch.float64, device=sp.device)
+            usable = usable_memory(sp.device, self.others)
             if sp.world_size > 1:
+                least = torch.tensor(usable, dtype=torch.float64, device=sp.device)
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
-            self.hardware = hardware_of(sp.device, float(least))
+                usable = float(least)
+            self.hardware = hardware_of(sp.device, usable)
         job = dataclasses.replace(
             self.job,
             context=length,
             batch=rows * sp.data_size,
             documents=documents,
             pictures=self._pictures(most_patches),
+            elastic=width is not None,
         )
         chosen = choose_memory(self.shape, job, self.hardware, fixed_options(self.shape, fixed))
         self.most_tokens, self.size, self.patches = length * rows, (length, rows), most_patches
@@ -251,8 +274,9 @@ class MemoryManager(Stage):
         def rows(tokens: int, on_cpu: bool) -> int:
             return mlp_rows(tokens, self.hidden, width, on_cpu)
 
-        drawing, agree = any(map(draws, mlp.modules())), functools.partial(most_tiles, mlp)
-        return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, agree=agree)
+        drawing = any(map(draws, mlp.modules()))
+        experts = ExpertTiles(mlp, most_mlp_tiles(self.hidden, width), draws=drawing)
+        return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, experts=experts)
 
     # --- one forward
 

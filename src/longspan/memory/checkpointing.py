@@ -12,7 +12,8 @@ recomputes the other inputs, each of which is the previous layer's output.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,8 @@ class LayerCall:
         self.recomputing = False
         self.next = 0  # the attention that is recomputed next
         self.index = 0  # of the layer in its group
+        self._kept, self._asked = list[Any](), 0  # of `once`; values that a recomputation has asked for
+        self._again = False
         self._saved: list[SavedAttention] = []  # in the order of the attentions' calls
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
@@ -91,20 +94,39 @@ class LayerCall:
         self.next += 1
         return self._saved[self.next - 1]
 
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns in the forward, and the same value, in the same order, in a recomputation."""
+        if not self._again:
+            self._kept.append(compute())
+            return self._kept[-1]
+        self._asked += 1
+        if self._asked > len(self._kept):
+            raise LongspanError(
+                f"a checkpointed layer called its experts {len(self._kept)} times in its forward and calls them again "
+                f"when recomputed, so it does not compute the same twice; use checkpointing='none'"
+            )
+        return self._kept[self._asked - 1]
+
     def forward(self) -> Any:
         """Compute the layer, or recompute it with gradients."""
-        positional, named = self.inputs.for_recompute() if self.recomputing else self.inputs.for_forward()
-        return self.layer.compute(*positional, **named)
+        if self.recomputing:
+            return self._compute(self.inputs.for_recompute(), again=True)
+        return self._compute(self.inputs.for_forward(), again=False)
+
+    def _compute(self, arguments: tuple[list[Any], dict[str, Any]], *, again: bool) -> Any:
+        positional, named = arguments
+        self._again, self._asked = again, 0
+        with self.layer.experts_in(self):
+            return self.layer.compute(*positional, **named)
 
     def hidden(self, *, next_in_backward: bool) -> Tensor:
         """Recompute the layer's hidden states without gradients."""
-        positional, named = self.inputs.peek()
-        module = self.layer.layer
+        arguments, module = self.inputs.peek(), self.layer.layer
         if isinstance(module, FSDPModule):
             module.unshard()
         try:
             with torch.no_grad():
-                out: Tensor = _hidden(self.layer.compute(*positional, **named))
+                out: Tensor = _hidden(self._compute(arguments, again=True))
                 return out
         finally:
             if isinstance(module, FSDPModule) and not next_in_backward:
@@ -131,6 +153,10 @@ class _Bound(contextlib.AbstractContextManager[None]):
 
 COMPILED = "longspan_compiled"
 """Attribute of a layer that holds its compiled forward, if it has one (`longspan.compile_layers`)."""
+
+
+EXPERTS = "longspan_experts"
+"""Attribute of a module whose experts are on several ranks."""
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
@@ -166,6 +192,23 @@ class CheckpointedLayer:
     def bind(self, call: LayerCall | None) -> None:
         for attention in self.attentions:
             attention.layer_call = call
+
+    @functools.cached_property
+    def experts(self) -> list[Any]:
+        """The layer's experts that are on other ranks: `ExpertParallel`."""
+        found = (module.__dict__.get(EXPERTS) for module in self.layer.modules())
+        return [experts for experts in found if experts is not None]
+
+    @contextlib.contextmanager
+    def experts_in(self, call: LayerCall) -> Iterator[None]:
+        """Let the layer's experts keep in `call` what its recomputation needs."""
+        for experts in self.experts:
+            experts.layer_call = call
+        try:
+            yield
+        finally:
+            for experts in self.experts:
+                experts.layer_call = None
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self.store is not None:

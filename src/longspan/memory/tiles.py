@@ -12,13 +12,16 @@ Three details save more:
 - The output of a norm is not saved for the tiled MLP or linear layer that reads it: they recompute it from the norm's
   input, which is saved anyway (`InputSource`).
 - The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`).
-- The output of a norm whose readers go tile by tile, such as a tiled MLP, is never computed whole (`Uncomputed`)."""
+- The output of a norm whose readers go tile by tile, such as a tiled MLP, is never computed whole (`Uncomputed`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +41,25 @@ from longspan.losses.tile_gradients import TileGradients, autocast_state
 _CHECKED_TOKENS = 4
 
 
+class TiledExperts(Protocol):
+    """Experts of a tiled module that are on other ranks, if it has any: the ranks plan all tiles together."""
+
+    def routes(self, run: Callable[[Tensor], Any], tiles: Sequence[Tensor]) -> Sequence[Any]:
+        """Return where each tile's rows go, for the tile and its recomputation; collective. `run` computes a tile.
+
+        There are more than `tiles` if another rank has more: the last tiles are empty.
+        """
+        ...
+
+    def along(self, route: Any) -> contextlib.AbstractContextManager[None]:
+        """Send rows along one of `routes` in this context."""
+        ...
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Keep no route for the recomputation in this context."""
+        ...
+
+
 class Tiled:
     """Replaces a module's `forward` by one that goes tile by tile, if it is `on`.
 
@@ -48,7 +70,7 @@ class Tiled:
         rows: returns the tokens of a tile from the number of tokens and whether they are on a CPU.
         draws: whether the module draws random numbers.
         cheap: whether its output is recomputed rather than saved, as a norm's.
-        agree: returns the number of tiles of all ranks from this rank's, if each tile is collective.
+        experts: those of the module that may be on other ranks.
     """
 
     def __init__(
@@ -59,10 +81,10 @@ class Tiled:
         *,
         draws: bool = False,
         cheap: bool = False,
-        agree: Callable[[int], int] | None = None,
+        experts: TiledExperts | None = None,
     ) -> None:
         self.module, self.name, self.draws, self.cheap = module, name, draws, cheap
-        self._rows, self._agree = rows, agree
+        self._rows, self.experts = rows, experts
         self.bare = BareModule(module)
         self.compute, self.trained = self.bare.forward, self.bare.trained
         self.checked, self.on = False, True
@@ -78,10 +100,21 @@ class Tiled:
         module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
 
     def count_tiles(self, hidden: Tensor) -> int:
-        """Return the number of tiles of an input; with `agree`, collective, and the last ones may be empty."""
+        """Return the number of tiles of an input."""
         tokens = _count(hidden)
-        tiles = -(-max(1, tokens) // max(1, self._rows(tokens, hidden.is_cpu)))
-        return tiles if self._agree is None else self._agree(tiles)
+        return -(-max(1, tokens) // max(1, self._rows(tokens, hidden.is_cpu)))
+
+    def plan(self, hidden: Tensor, run: Tiled | _NormThenModule | None = None) -> TilePlan:
+        """Return how the input of `run`, this module by default, is cut; collective if experts are on other ranks."""
+        count, computes = self.count_tiles(hidden), run or self
+        if self.experts is None:
+            return TilePlan(count, [None] * count)
+        tiles = [tile for _, tile in tiles_of(hidden, count)]
+        return TilePlan(count, self.experts.routes(lambda tile: computes.compute_with(tile, {}), tiles))
+
+    def along(self, route: Any) -> contextlib.AbstractContextManager[None]:
+        """Send rows to experts along a tile's route in this context."""
+        return contextlib.nullcontext() if self.experts is None or route is None else self.experts.along(route)
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the module's outputs for a tile, with these parameters, then its routers' logits if they are saved."""
@@ -107,12 +140,13 @@ class Tiled:
         return self._with_grad(hidden) if torch.is_grad_enabled() else self._without_grad(hidden)
 
     def _forward_no_grad(self, hidden: Tensor) -> Any:
-        tiles = self.count_tiles(hidden)
-        if tiles == 1:
-            return self.compute(hidden)
+        plan = self.plan(hidden)
+        if len(plan.routes) == 1:
+            with self.along(plan.routes[0]):
+                return self.compute(hidden)
         self._check_independence(hidden)
         note_tile_reader(hidden)
-        return self._result(self._noted(_run_tiles(self, hidden, tiles), hidden), hidden)
+        return self._result(self._noted(_run_tiles(self, hidden, plan), hidden), hidden)
 
     def _noted(self, outs: Sequence[Tensor], hidden: Tensor) -> Sequence[Tensor]:
         """Return a norm's output, known as such to its readers."""
@@ -171,7 +205,8 @@ class Tiled:
         self.checked = True
         drawn = torch.randn(1, _CHECKED_TOKENS, *hidden.shape[2:], generator=torch.Generator().manual_seed(0))
         x, half = drawn.to(hidden.device, hidden.dtype), _CHECKED_TOKENS // 2
-        with torch.no_grad():
+        apart = contextlib.nullcontext() if self.experts is None else self.experts.apart()
+        with torch.no_grad(), apart:
             all_outs, half_outs = (self.compute_with(tokens, {}) for tokens in (x, x[:, :half]))
         for a, b in zip(all_outs, half_outs, strict=True):
             a, b = _tokens_first(a, _CHECKED_TOKENS)[:half], _tokens_first(b, half)
@@ -282,7 +317,7 @@ class Uncomputed(Tensor):
     def compute(self) -> Tensor:
         """Return the values of `whole`."""
         with torch.no_grad():
-            (out,) = _run_tiles(self.made_by, self.norm_input, self.made_by.count_tiles(self.norm_input))
+            (out,) = _run_tiles(self.made_by, self.norm_input, self.made_by.plan(self.norm_input))
         return out
 
     @classmethod
@@ -365,7 +400,7 @@ class InputSource:
         if self.saved.normed is None:
             with torch.no_grad():
                 saved = self.saved.get()
-                (self.saved.normed,) = _run_tiles(self.norm, saved, self.norm.count_tiles(saved))
+                (self.saved.normed,) = _run_tiles(self.norm, saved, self.norm.plan(saved))
         return self.saved.normed
 
 
@@ -411,13 +446,14 @@ class _TiledCall(torch.autograd.Function):
         ctx.state = ForwardState(hidden.device, draws=tiled.draws)
         module = _module_of(tiled)
         ctx.saves_router_logits = module.saves_router_logits
-        ctx.tiles = module.count_tiles(hidden)
         if isinstance(normed, torch.dtype):
+            ctx.plan = module.plan(hidden)
             return (Uncomputed.like(hidden, hidden.shape, normed, requires_grad=False),)
-        if isinstance(normed, Uncomputed):
-            outs = _run_tiles(tiled, hidden, ctx.tiles)
-        else:
-            outs = _run_tiles(module, hidden if normed is None else normed, ctx.tiles)
+        run, x = tiled, hidden
+        if isinstance(normed, Tensor) and not isinstance(normed, Uncomputed):
+            run, x = module, normed
+        ctx.plan = module.plan(x, run)
+        outs = _run_tiles(run, x, ctx.plan)
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return tuple(outs)
 
@@ -431,7 +467,7 @@ class _TiledCall(torch.autograd.Function):
             # As in this forward; another one may have run since.
             _module_of(ctx.tiled).saves_router_logits = ctx.saves_router_logits
             with ctx.state.restored(), torch.enable_grad():
-                found = _tiled_gradients(ctx.tiled, source, hidden, ctx.tiles, grads, ctx.needs_grad)
+                found = _tiled_gradients(ctx.tiled, source, hidden, ctx.plan, grads, ctx.needs_grad)
         if ctx.last_reader:  # the readers of this module's output ran before it
             assert source is not None
             source.saved.drop()
@@ -447,21 +483,22 @@ def _tiled_gradients(
     tiled: Tiled | _NormThenModule,
     source: InputSource | None,
     hidden: Tensor,
-    tiles: int,
+    plan: TilePlan,
     grads: Sequence[Tensor | None],
     needs_grad: list[bool],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return the gradients of the input and of each trained parameter from those of the outputs."""
-    trained = tiled.trained()
+    trained, wide = tiled.trained(), len(plan.routes) > 1
     gradients = TileGradients(
-        hidden.flatten(0, 1), trained, needs_grad, dtype=None if source is None else source.dtype, wide=tiles > 1
+        hidden.flatten(0, 1), trained, needs_grad, dtype=None if source is None else source.dtype, wide=wide
     )
     grads = tuple(None if g is None else g.contiguous() for g in grads)  # one copy here, not one per tile
-    for span, tile in tiles_of(hidden, tiles):
+    for span, tile, route in plan.tiles_of(hidden):
         with torch.no_grad():
             x = tile if source is None else source.input_of(tile)
         x = gradients.leaf(x)
-        outs = tiled.compute_with(x, gradients.stand_ins)
+        with _module_of(tiled).along(route):
+            outs = tiled.compute_with(x, gradients.stand_ins)
         pairs = [
             (y, _at(g, hidden, span).reshape(y.shape))
             for y, g in zip(outs, grads, strict=True)
@@ -476,11 +513,12 @@ def _tiled_gradients(
     )
 
 
-def _run_tiles(tiled: Tiled | _NormThenModule, hidden: Tensor, tiles: int) -> list[Tensor]:
+def _run_tiles(tiled: Tiled | _NormThenModule, hidden: Tensor, plan: TilePlan) -> list[Tensor]:
     """Return all outputs of a module for all tokens."""
     outs: list[Tensor] = []
-    for span, tile in tiles_of(hidden, tiles):
-        of_tile = tiled.compute_with(tile, {})
+    for span, tile, route in plan.tiles_of(hidden):
+        with _module_of(tiled).along(route):
+            of_tile = tiled.compute_with(tile, {})
         outs = outs or [_empty_output(x, tile, hidden) for x in of_tile]
         for out, x in zip(outs, of_tile, strict=True):
             _at(out, hidden, span).copy_(_tokens_first(x, tile.shape[1]))
@@ -503,6 +541,22 @@ def tiles_of(hidden: Tensor, tiles: int) -> Iterator[tuple[slice, Tensor]]:
     for tile in range(tiles):
         span = slice(tile * rows, (tile + 1) * rows)
         yield span, flat[:, span]
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """How an input is cut: `count` tiles, then empty ones up to as many as there are `routes` to experts."""
+
+    count: int
+    routes: Sequence[Any]
+
+    def tiles_of(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Any]]:
+        """Yield span, tile and route of each tile."""
+        tokens = _count(hidden)
+        nothing = slice(tokens, tokens), hidden.reshape(1, tokens, *hidden.shape[2:])[:, tokens:]
+        tiles = itertools.chain(tiles_of(hidden, self.count), itertools.repeat(nothing))
+        for (span, tile), route in zip(tiles, self.routes, strict=False):
+            yield span, tile, route
 
 
 def _empty_output(x: Tensor, tile: Tensor, hidden: Tensor) -> Tensor:

@@ -124,6 +124,12 @@ _RANGES = {
 }
 
 
+COMMUNICATOR_BYTES, ALL_TO_ALL_BYTES = 0.7e9, 0.47e9
+"""Of an NCCL communicator, and of its all-to-all for each other GPU of the node.
+
+From github.com/NVIDIA/nccl/issues/964 (A100: 0.54 GB with 2 ranks, 0.69 GB with more) and 1685 (8 H100: 3.3 GB).
+"""
+
 Curve = tuple[tuple[int, float, float], ...]
 """(keys of a query, fraction of the peak in a forward, in a backward), by ascending keys."""
 
@@ -150,7 +156,7 @@ class Hardware:
     attention_efficiency: float = 0.45  # the same of attention, backward included, where `attention` has no curve
     attention: Mapping[str, Curve] = field(default_factory=dict)  # measured fractions by mask: "causal", "window"
     fp32_ratio: float = 0.5  # fp32 peak (TF32 if available) over bf16 peak
-    reserve_bytes: float = 2e9  # held by torch, CUDA and NCCL themselves on each GPU
+    reserve_bytes: float = 2e9  # held by torch, CUDA and the mesh's NCCL on each GPU
     # whether communication overlaps with computation, unless `measured` has the fraction (a CPU's takes the same cores)
     overlaps: bool = True
     # ranks are processes on CPUs, planned as a small GPU without a host: memory is rounded up (`CPU_MARGIN`)

@@ -293,7 +293,6 @@ def _rank(rank: int, nproc: int, folder: str, launcher: int, job: bytes) -> None
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, FOLDER: folder}
     os.environ.update({name: str(value) for name, value in place.items()})
     use_loopback()
-    use_expandable_segments()
     silence_imports()
     if rank:
         silence_libraries()
@@ -413,13 +412,6 @@ def threads_per_rank(nproc: int) -> int:
     """Return the compute threads for each of `nproc` ranks: the cores of this process divided by them, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // nproc)
-
-
-def use_expandable_segments() -> None:
-    """Let torch's allocator grow its segments, unless the user has configured it: different lengths fragment them."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads one of them
-    if not any(name in os.environ for name in names):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 # --- what is printed

@@ -78,6 +78,7 @@ def resolve(arguments: Arguments) -> Resolved:
         weight_sharding=ours.shard_weights,
         parallel=parallel,
         documents=packed,
+        elastic=ours.elastic,
     )
     hardware = hardware_of_ranks(ours.rank_memory, parallel.ranks)
     if arguments.method == "dpo" and not peft.use_peft:  # the reference is a second, frozen model

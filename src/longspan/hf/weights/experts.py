@@ -18,9 +18,11 @@ Shape suffixes: N tokens, K experts per token, D hidden, R rows (one per token a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from longspan.comm.collectives import all_to_all_counts, all_to_all_rows
+from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import PlacementOn, not_compiled, own_parameters, replace_shards
@@ -37,6 +39,25 @@ from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout, Experts, divisors, most_ranks
 from longspan.core.validation import LARGEST_JOB, check_number
 from longspan.hf.model.support import decoder_of
+from longspan.memory.checkpointing import EXPERTS, LayerCall
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of one call of the experts go.
+
+    Attributes:
+        slots: of each row, by `ExpertLayout.slots`; `ExpertParallel.nowhere` of rows without an expert.
+        send, receive: rows to each rank, and from each rank.
+        received: `[ranks, held]`, the rows from each rank for each expert of this rank.
+        most: rows of the expert of this rank that receives most.
+    """
+
+    slots: Tensor
+    send: list[int]
+    receive: list[int]
+    received: Tensor
+    most: int
 
 
 class ExpertParallel:
@@ -47,67 +68,205 @@ class ExpertParallel:
     the expert.
 
     `layout` is of the experts over the ranks of `group`, which send each other rows. While `module` runs, dim 0 of its
-    weights is the experts that this rank holds: `held`, its `num_experts`.
+    weights is the experts that this rank holds: `held`, its `num_experts`. `outermost` is the module that is called
+    with the arguments of `forward`: `module`, or an adapter around it.
     """
 
-    def __init__(self, module: Any, group: TensorGroup, layout: ExpertLayout, held: int) -> None:
+    def __init__(
+        self, module: Any, group: TensorGroup, layout: ExpertLayout, held: int, outermost: nn.Module | None = None
+    ) -> None:
         self.module, self.group, self.layout = module, group, layout
         self.compute: Any = module.forward
         self.weights = [name for name, _ in module.named_parameters(recurse=False)]
+        self.nowhere = group.size * layout.held
+        self.layer_call: LayerCall | None = None  # of the checkpointed layer that runs
+        self.route: Route | None = None  # of the tile that runs
+        self.recording = False
         module.num_experts = held
-        routed = len(inspect.signature(module.forward).parameters) == 1  # Llama-4's
-        forward = self._forward_routed if routed else self._forward
+        self.routed = len(inspect.signature(module.forward).parameters) == 1  # Llama-4's
+        forward = self._forward_routed if self.routed else self._forward
         module.forward = not_compiled(forward)  # on the instance: hooks stay
+        setattr(module, EXPERTS, self)
+        # Before other hooks, which may gather weights.
+        (outermost or module).register_forward_pre_hook(not_compiled(self._stop_here), prepend=True)
+
+    # --- routes
+
+    def once(self, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns; the recomputation of a checkpointed layer returns the forward's."""
+        return compute() if self.layer_call is None else self.layer_call.once(compute)
+
+    def slots_of(self, run: Callable[[Tensor], Any], tile: Tensor) -> Tensor:
+        """Return the slots of the rows with which `run(tile)` calls the experts; stop it there."""
+        self.recording = True
+        try:
+            with torch.no_grad():
+                run(tile)
+        except _Stopped as stopped:
+            return stopped.slots
+        finally:
+            self.recording = False
+        raise LongspanError(f"{type(self.module).__name__} was not called; use tiled=False")
+
+    def _stop_here(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.recording:
+            raise _Stopped(self._slots(*args))
+
+    def _slots(self, rows: Tensor, index_NK: Tensor | None = None, *_: Any) -> Tensor:
+        """Return the slot of each row as a small integer: a backward may need it."""
+        if index_NK is None:
+            numbers = torch.arange(len(rows), device=rows.device)
+            slots = self.layout.slots(numbers // max(1, len(rows) // self.layout.experts))
+            # Experts have no bias, so rows of zeros stay zeros.
+            slots = slots.where(rows.detach().ne(0).any(-1), self.nowhere)
+        else:
+            slots = self.layout.slots(index_NK.reshape(-1))
+        return slots.to(torch.uint8 if self.nowhere < 1 << 8 else torch.int32)  # type: ignore[no-any-return]
+
+    def exchange(self, slots: Sequence[Tensor], most: int = 1) -> list[Route]:
+        """Return the routes of this rank's next calls; the ranks send each other the numbers of rows. Collective.
+
+        One all-to-all, then one wait of the host: gloo and NCCL must be told how many rows to receive. A rank has at
+        most `most` calls, and adds calls without rows if another rank has more.
+        """
+        size, held, device = self.group.size, self.layout.held, slots[0].device
+        counts = torch.full((size, most, held), -1, device=device)  # -1: no such call
+        for call, of_rows in enumerate(slots):
+            found = torch.zeros(self.nowhere + 1, dtype=torch.int64, device=device)
+            found.scatter_add_(0, of_rows.long(), torch.ones_like(of_rows, dtype=torch.int64))
+            counts[:, call] = found[:-1].view(size, held)
+        received = all_to_all_rows(counts, [1] * size, [1] * size, self.group.name)
+        sent_rows, received_rows = counts.clamp(min=0), received.clamp(min=0)
+        per_call = [sent_rows.sum(2), received_rows.sum(2), received_rows.sum(0).amax(1)[None]]
+        *rows, fullest, called = torch.cat([*per_call, received.amax((0, 2))[None]]).tolist()
+        send, receive = ([list(of_call) for of_call in zip(*part, strict=True)] for part in (rows[:size], rows[size:]))
+        calls = max(len(slots), sum(number >= 0 for number in called))
+        padded = [*slots, *[slots[0][:0]] * (calls - len(slots))]
+        return [
+            Route(padded[call], send[call], receive[call], received_rows[:, call], fullest[call])
+            for call in range(calls)
+        ]
+
+    # --- one call
 
     def _forward(self, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        slots = self.layout.slots(index_NK.reshape(-1))
-        order = slots.argsort(stable=True)
-        out_RD = self._through(hidden_ND[order // index_NK.shape[1]], slots[order], self._experts)
+        route = self._route(hidden_ND, index_NK)
+        order = route.slots.argsort(stable=True)
+        out_RD = self._through(hidden_ND[order // index_NK.shape[1]], route, self._experts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out_NKD = out_RD[back].view(*index_NK.shape, out_RD.shape[1])
         return (out_NKD * weights_NK[..., None]).sum(1).to(hidden_ND.dtype)
 
     def _forward_routed(self, routed_RD: Tensor) -> Tensor:
-        tokens = max(1, len(routed_RD) // self.layout.experts)
-        rows = routed_RD.detach().ne(0).any(-1).nonzero()[:, 0]  # experts have no bias, so rows of zeros stay zeros
-        slots = self.layout.slots(rows // tokens)
-        order = slots.argsort(stable=True)
-        out_RD = self._through(routed_RD[rows[order]], slots[order], self._bucketed)
-        return torch.zeros_like(routed_RD).index_add(0, rows[order], out_RD)
+        route = self._route(routed_RD)
+        rows = route.slots.argsort(stable=True)[: sum(route.send)]
+        out_RD = self._through(routed_RD[rows], route, self._bucketed)
+        return torch.zeros_like(routed_RD).index_add(0, rows, out_RD)
 
-    def _through(self, rows_RD: Tensor, slots: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _route(self, *args: Tensor) -> Route:
+        if self.route is not None:
+            return self.route
+        route: Route = self.once(lambda: self.exchange([self._slots(*args)])[0])
+        return route
+
+    def _through(self, rows_RD: Tensor, route: Route, compute: Callable[[Tensor, Tensor, Route], Tensor]) -> Tensor:
         """Send rows, sorted by slot, to the experts' ranks, compute, and receive the outputs in the same order.
 
-        Gradients go back by the same two all-to-alls, reversed. The host waits for the numbers of rows, as it must tell
-        gloo and NCCL how many to receive.
+        Gradients go back by the same two all-to-alls, reversed.
         """
-        held, group = self.layout.held, self.group.name
-        counts = torch.zeros(self.group.size * held, dtype=torch.int64, device=slots.device)
-        counts = counts.scatter_add_(0, slots, torch.ones_like(slots)).view(self.group.size, held)
-        received, send, receive = all_to_all_counts(counts, group)
-        place = torch.arange(held, device=slots.device).repeat(self.group.size)
-        numbers = place.repeat_interleave(received.view(-1), output_size=sum(receive))
-        out_RD = compute(all_to_all_rows(rows_RD, send, receive, group), numbers[:, None])
+        send, receive, group = route.send, route.receive, self.group.name
+        place = torch.arange(self.layout.held, device=rows_RD.device).repeat(self.group.size)
+        numbers = place.repeat_interleave(route.received.reshape(-1), output_size=sum(receive))
+        out_RD = compute(all_to_all_rows(rows_RD, send, receive, group), numbers, route)
         return all_to_all_rows(out_RD, receive, send, group)
 
-    def _bucketed(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
+    def _bucketed(self, rows_RD: Tensor, expert: Tensor, route: Route) -> Tensor:
         """Compute with experts that take equal numbers of rows: pad with zeros."""
-        expert = numbers[:, 0]
-        order = expert.argsort(stable=True)
-        counts = torch.bincount(expert, minlength=self.module.num_experts)
-        most = max(1, int(counts.max()))
+        order, counts, most = expert.argsort(stable=True), route.received.sum(0), max(1, route.most)
         place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[expert[order]]
         at = torch.empty_like(order).scatter(0, order, expert[order] * most + place)
         padded = rows_RD.new_zeros(self.module.num_experts * most, rows_RD.shape[1]).index_add(0, at, rows_RD)
         return self.compute(padded)[at]  # type: ignore[no-any-return]
 
-    def _experts(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
+    def _experts(self, rows_RD: Tensor, expert: Tensor, _: Route) -> Tensor:
         if len(rows_RD):
-            out: Tensor = self.compute(rows_RD, numbers, torch.ones_like(numbers, dtype=rows_RD.dtype))
+            out: Tensor = self.compute(rows_RD, expert[:, None], torch.ones_like(expert[:, None], dtype=rows_RD.dtype))
             return out
         # No token was received: give the weights a gradient of zeros, as on the other ranks.
         weights: list[Tensor] = [getattr(self.module, name) for name in self.weights]
         return rows_RD + sum(w.flatten()[:0].sum() for w in weights)
+
+
+class _Stopped(Exception):
+    """Ends a run in front of the experts, whose rows have these slots."""
+
+    def __init__(self, slots: Tensor) -> None:
+        super().__init__()
+        self.slots = slots
+
+
+class ExpertTiles:
+    """Plans the tiles of an MLP, if its experts are on several ranks: see `longspan.memory.tiles.TiledExperts`.
+
+    The MLP first runs for all tiles up to its experts, so that the ranks tell each other the rows of all tiles at once.
+    Ranks of other replicas may have other numbers of tokens, so of tiles: at most `most`. An MLP that `draws` random
+    numbers would draw others: each of its tiles is exchanged by itself.
+    """
+
+    def __init__(self, mlp: nn.Module, most: int, *, draws: bool) -> None:
+        self.mlp, self.most, self.draws = mlp, most, draws
+
+    @functools.cached_property
+    def experts(self) -> list[ExpertParallel]:
+        found = (module.__dict__.get(EXPERTS) for module in self.mlp.modules())
+        return [experts for experts in found if isinstance(experts, ExpertParallel)]
+
+    def routes(self, run: Callable[[Tensor], Any], tiles: Sequence[Tensor]) -> Sequence[Route | None]:
+        if not self.experts:
+            return [None] * len(tiles)
+        first, *others = self.experts
+
+        def planned() -> Sequence[Route | None]:
+            if others or self.draws:
+                count = torch.tensor(len(tiles), device=tiles[0].device)
+                return [None] * int(first.group.largest(count))
+            with self._without_shared():
+                return first.exchange([first.slots_of(run, tile) for tile in tiles], self.most)
+
+        routes: Sequence[Route | None] = first.once(planned)
+        return routes
+
+    @contextlib.contextmanager
+    def along(self, route: Route) -> Iterator[None]:
+        (experts,) = self.experts
+        experts.route = route
+        try:
+            yield
+        finally:
+            experts.route = None
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        calls = [experts.layer_call for experts in self.experts]
+        for experts in self.experts:
+            experts.layer_call = None
+        try:
+            yield
+        finally:
+            for experts, call in zip(self.experts, calls, strict=True):
+                experts.layer_call = call
+
+    @contextlib.contextmanager
+    def _without_shared(self) -> Iterator[None]:
+        """Do not compute the experts that all tokens share: some families run them first."""
+        shared = {name: child for name, child in self.mlp.named_children() if name.startswith("shared_expert")}
+        for name in shared:
+            setattr(self.mlp, name, nn.Identity())
+        try:
+            yield
+        finally:
+            for name, child in shared.items():
+                setattr(self.mlp, name, child)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,7 +376,8 @@ class ExpertSharding:
             adapter = groups.adapters.get(path)
             if adapter is not None:
                 AdapterExperts(model.get_submodule(adapter), layout, self.group.rank)
-            module.longspan_experts = ExpertParallel(module, self.group, layout, layout.held)
+            outermost = None if adapter is None else model.get_submodule(adapter)
+            ExpertParallel(module, self.group, layout, layout.held, outermost)
             mine = torch.tensor(layout.of(self.group.rank)).clamp_(max=layout.experts - 1)  # padding: any, unused
             for name, p in list(module.named_parameters(recurse=False)):
                 self.layouts[f"{path}.{name}"], self.whole[f"{path}.{name}"] = layout, p.shape
@@ -241,18 +401,6 @@ class ExpertSharding:
                 local, self.sp.fsdp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
             )
         replace_shards(model, weights)
-
-
-def most_tiles(mlp: nn.Module, tiles: int) -> int:
-    """Return the number of tiles in which an MLP runs: if its experts are on several ranks, of the rank with most.
-
-    Each tile is sent by itself. Ranks of other replicas may have other numbers of tokens. Then collective.
-    """
-    for module in mlp.modules():
-        experts = module.__dict__.get("longspan_experts")
-        if isinstance(experts, ExpertParallel):
-            return int(experts.group.largest(torch.tensor(tiles, device=next(mlp.parameters()).device)))
-    return tiles
 
 
 class AdapterExperts:
@@ -279,7 +427,7 @@ class AdapterExperts:
     def _show(self, *_: Any) -> None:
         self.hidden.append([own_parameters(linear)["weight"] for linear, _ in self.linears])
         for (linear, is_a), weight in zip(self.linears, self.hidden[-1], strict=True):
-            mine = self.mine.to(weight.device)
+            self.mine = mine = self.mine.to(weight.device)  # a copy makes the host wait
             if is_a:
                 part = weight.unflatten(0, (self.experts, -1)).index_select(0, mine).flatten(0, 1)
             else:

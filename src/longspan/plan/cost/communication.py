@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint
+from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint, most_mlp_tiles
 from longspan.plan.cost.saved import mlp_tiles
 from longspan.plan.cost.weights import (
     ROWS,
@@ -166,12 +166,17 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
 def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     """Return the traffic of a layer's experts and one micro-batch, forward and backward; of a prompt, all its chunks.
 
-    Before each all-to-all of tokens the ranks send each other how many there are for each expert, in int64.
+    First the ranks send each other, in int64, how many tokens of each tile go to each expert; recomputations need no
+    more numbers.
     """
     if c.experts == 1 or not layer.mlp.experts:
         return []
     others, held = c.experts - 1, c.expert_layout(layer.mlp.experts).held
     forwards, backwards = c.job.layer_passes
+    numbers = 8 * held * others
+    if c.job.memory.tiled:
+        matrices = [p.shape for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1]
+        numbers *= most_mlp_tiles(c.d, max(max(shape[-2:]) for shape in matrices))
     sent = []
     for tokens, count in c.forwards:
         tiles = mlp_tiles(layer, c) if c.job.mode == "train" else 1
@@ -181,12 +186,9 @@ def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
         size = rows * others // c.experts * c.d * c.b
         calls = tiles * (2 * forwards + 2 * backwards) * count
         sent += [
-            Sent("all_to_all", "experts", "numbers of tokens for experts", 8 * held * others, tiles * forwards * count),
+            Sent("all_to_all", "experts", "numbers of tokens for experts", numbers, count),
             Sent("all_to_all", "experts", "tokens to their experts", size, calls),
         ]
-        if c.job.memory.tiled:
-            agreed = 2 * 8 * others // c.experts
-            sent.append(Sent("all_reduce", "experts", "numbers of tiles", agreed, count))
     return sent
 
 

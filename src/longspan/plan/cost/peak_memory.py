@@ -11,10 +11,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from longspan.core.parallel import groups_of_widths
 from longspan.plan.cost.saved import checkpoint_bytes, mlp_tiles
 from longspan.plan.cost.training_peaks import training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
-from longspan.plan.hardware import Hardware
+from longspan.plan.hardware import ALL_TO_ALL_BYTES, COMMUNICATOR_BYTES, Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Buffers, Mlp, TokenMixing
 
@@ -62,7 +63,16 @@ def peak_memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) 
     items = dict(_without_reserve(c, sums_gradients_once(c, hardware), tiles))
     items["gathered_weights"] += casts
     margin = CPU_MARGIN * sum(items.values()) if hardware.on_cpu else 0
-    return {**items, "reserve": int(hardware.reserve_bytes + margin)}
+    return {**items, "reserve": int(hardware.reserve_bytes + margin + _communicators(c, hardware))}
+
+
+def _communicators(c: CostContext, hardware: Hardware) -> float:
+    """Return the bytes of NCCL for the narrower groups of elastic batches."""
+    if hardware.on_cpu or not c.job.elastic:
+        return 0.0
+    groups = groups_of_widths(c.mesh)
+    peers = sum(min(ranks, hardware.gpus_per_node) - 1 for axis, ranks in groups if axis == "ulysses")
+    return COMMUNICATOR_BYTES * len(groups) + ALL_TO_ALL_BYTES * peers
 
 
 @functools.lru_cache(maxsize=4096)
