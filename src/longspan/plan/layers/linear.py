@@ -106,21 +106,24 @@ class Linear(TokenMixing):
         """
         keys, values = self.kv_heads * self.head_dim, self.q_heads * self.v_head_dim
         wider = 2 * self.q_heads * self.columns if c.mesh.sequence_ranks > 1 and self.columns > 1 else 0
-        return -(-self._gathered(c) // c.tokens) + c.b * (3 * (values + 2 * keys) + wider)
+        gathered = self._gathered(c) if c.mesh.sequence_ranks > 1 and self.columns else 0
+        return -(-gathered // c.tokens) + c.b * (3 * (values + 2 * keys) + wider)
 
     def _gathered(self, c: CostContext) -> int:
-        """Return the bytes of the states of all runs, and of those before them, which their combination saves."""
-        if c.mesh.sequence_ranks == 1 or not self.columns:
-            return 0
-        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks
-        return STATE_BYTES * runs * (self._summary_elements + self.state_elements)
+        """Return the bytes of the states of all runs."""
+        return (
+            STATE_BYTES * c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks * self._summary_elements
+        )
 
     def backward_buffers(self, c: CostContext) -> Buffers:
-        """Return the gradients of the states of all runs, which the reduce-scatter sums."""
+        """Return the gradients of the states of all runs, which the reduce-scatter sums; the fp64 tree that makes them.
+
+        The levels of the tree and what passes between them are some three times the states, in `tests/plan`.
+        """
         if c.mesh.sequence_ranks == 1:
             return Buffers()
-        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks
-        return Buffers(comm=STATE_BYTES * runs * self._summary_elements)
+        gathered = self._gathered(c)
+        return Buffers(comm=gathered, workspace=(6 if self.columns == 1 else 3) * gathered)
 
 
 @dataclass(frozen=True)
