@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
+from longspan.mixers.decayed_state import read_decayed
 from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
 from longspan.mixers.plain_torch import LinearAttention
@@ -299,8 +300,8 @@ class _Mamba1:
             out_BTH = out_BHT.mT
             entered_BHKV = state if entered_BHKV is None else entered_BHKV
             if entered_BHKV is not None:
-                state_BTHK = (since_BTH.unsqueeze(-1) * A_HK).exp() * entered_BHKV[..., 0].unsqueeze(1)
-                out_BTH = out_BTH + (state_BTHK @ tokens.q.to(final.dtype).mT).squeeze(3)
+                q_BTK = tokens.q.squeeze(2).to(final.dtype)
+                out_BTH = out_BTH + read_decayed(since_BTH, A_HK, entered_BHKV.squeeze(3), q_BTK)
             return out_BTH.unsqueeze(3)
 
         return Local(final, transition, finish)
