@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
+from longspan.comm.mesh import MeshGroups
+from longspan.mixers import linear_attention
 from longspan.mixers.short_conv import short_conv
 from longspan.mixers.state_passing import state_passing
 from tests.fakes import fake_world
@@ -86,3 +88,12 @@ def test_states_are_combined_in_fp64_on_a_gpu() -> None:
     with _Products() as products:
         _launches(_matrices, 8)
     assert products.dtypes and {*products.dtypes} == {torch.float64}
+
+
+def test_plain_torch_on_a_gpu_is_warned_of_once() -> None:
+    linear_attention._warn_of_plain_torch.cache_clear()
+    with pytest.warns(UserWarning, match=r"plain torch on this GPU.* its extra 'fla'") as caught, on_gpu():
+        sp = longspan.SequenceSharding(MeshGroups("cuda"))
+        for _ in range(2):
+            longspan.linear_attention(*(_ones(1, 8, 2, 4) for _ in "qkv"), sp, decay=_ones(1, 8, 2))
+    assert len([w for w in caught if "plain torch" in str(w.message)]) == 1

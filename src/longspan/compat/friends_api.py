@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Collection
@@ -68,6 +69,11 @@ def harness_command_line() -> Any:
     from lm_eval._cli import HarnessCLI
 
     return HarnessCLI
+
+
+def has_fla() -> bool:
+    """Return whether flash-linear-attention is installed; it is not imported."""
+    return importlib.util.find_spec("fla") is not None
 
 
 def fla_function(decay_per_key: bool, delta_rule: bool) -> Callable[..., Any] | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.arguments import check_sharding, describe
@@ -89,7 +92,19 @@ def default_mixer(tokens: Tokens, causal: bool = True) -> Mixer:
         function = fla_function(tokens.decay is not None and tokens.decay.dim() == 4, tokens.beta is not None)
         if function is not None:
             return ChunkFunction(function)
+        _warn_of_plain_torch()
     return LinearAttention(causal)
+
+
+@functools.cache
+def _warn_of_plain_torch() -> None:
+    """Warn once in a process, and on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            "linear attention runs in plain torch on this GPU, several times slower and with more memory: "
+            "flash-linear-attention is not installed; install longspan with its extra 'fla' (pip install \".[fla]\")",
+            stacklevel=4,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

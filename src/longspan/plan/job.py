@@ -45,6 +45,7 @@ class Job:
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
             stay in the cache, and queries are sent. None: the whole prompt in one forward.
         pictures: images and video of each sequence, for a model with a vision tower; they come first in the sequence.
+        fused: whether linear attention runs by flash-linear-attention's kernels, or in plain torch.
     """
 
     context: int
@@ -58,6 +59,7 @@ class Job:
     prefill_chunk: int | None = None
     documents: bool = False
     pictures: tuple[PictureShape, ...] = ()
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
@@ -66,7 +68,7 @@ class Job:
         check_choice("dtype", self.dtype, ("bf16", "fp32"))
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "documents"):
+        for name in ("weight_sharding", "documents", "fused"):
             check_flag(name, getattr(self, name))
         for name, kind in (("parallel", ParallelConfig), ("memory", Memory), ("cache", CacheConfig)):
             if not isinstance(getattr(self, name), kind):
