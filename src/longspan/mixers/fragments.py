@@ -61,6 +61,7 @@ class FragmentTable:
     passes: Flags  # whether a run has tokens of one document only, which entered: its state depends on the state before
     filled: Flags  # whether a run has any tokens of documents
     sizes: tuple[tuple[int, ...], ...]  # `sizes[run][row]`: tokens of the run's last fragment
+    rows: Sequence[Sequence[Span]]  # the documents of each row, in the whole sequence
     has_documents: bool  # whether any row has documents or padding of its own
     groups: tuple[RowGroup, ...]  # the fragments of this rank
 
@@ -180,6 +181,7 @@ def fragment_table(layout: Layout, rank: int, length: int, batch: int, segments:
         passes=tuple(passes),
         filled=tuple(filled),
         sizes=tuple(sizes),
+        rows=rows,
         has_documents=segments is not None,
         groups=tuple(groups),
     )

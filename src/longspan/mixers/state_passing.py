@@ -33,6 +33,7 @@ from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.mixers.combine import state_after, state_before
+from longspan.mixers.fla import DeltaRuleFunction
 from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
 from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
 
@@ -98,6 +99,10 @@ def pass_states(
         zero = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=dtype)
         start = zero if initial_state is None else initial_state
     with torch.autocast(tokens.q.device.type, enabled=False):
+        if group is not None and initial_state is None and not return_state and isinstance(mixer, DeltaRuleFunction):
+            whole = mixer.over_ranks(tokens, table, group)
+            if whole is not None:
+                return _without_padding(whole, table), None
         try:
             locals_ = _locals(mixer, tokens, table, initial_state)
         except _FAILURES as error:
@@ -111,6 +116,11 @@ def pass_states(
         assert locals_ is not None  # the all-gather has raised
         out = _output(tokens, table, locals_, incoming)
         return out, incoming.final if return_state and incoming is not None else None
+
+
+def _without_padding(out: Tensor, table: FragmentTable) -> Tensor:
+    parts = [[out[rows, f.start : f.stop] for f in fragments] for rows, fragments in table.groups]
+    return table.join(parts) if any(parts) else depend(torch.zeros_like(out), out)
 
 
 def _locals(
