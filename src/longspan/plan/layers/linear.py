@@ -121,8 +121,9 @@ class Linear(TokenMixing):
         """
         keys, values = self.kv_heads * self.head_dim, self.q_heads * self.v_head_dim
         plain = self._in_plain_torch(c)[0]
-        wider = 0 if plain else 2 * self.q_heads * self.columns if c.mesh.sequence_ranks > 1 and self.columns > 1 else 0
-        gathered = self._gathered(c) if c.mesh.sequence_ranks > 1 and self.columns else 0
+        sharded = c.mesh.sequence_ranks > 1
+        wider = 2 * self.q_heads * self.columns if sharded and self.columns > 1 and not plain else 0
+        gathered = self._gathered(c) if sharded and self.columns else 0
         return -(-gathered // c.tokens) + c.b * (3 * (values + 2 * keys) + wider) + plain
 
     def _in_plain_torch(self, c: CostContext) -> tuple[int, int]:
@@ -144,9 +145,9 @@ class Linear(TokenMixing):
         )
 
     def backward_buffers(self, c: CostContext) -> Buffers:
-        """Return the gradients of the states of all runs, which the reduce-scatter sums; the fp64 tree that makes them.
+        """Return the gradients of the states of all runs, which the reduce-scatter sums, and a workspace.
 
-        The levels of the tree and what passes between them are some three times the states, in `tests/plan`.
+        It is the fp64 tree that makes these gradients (`longspan.mixers.combine`), or plain torch's.
         """
         plain = c.tokens * self._in_plain_torch(c)[1]
         if c.mesh.sequence_ranks == 1:
