@@ -144,12 +144,12 @@ def test_latent_attention_caches_the_latent_vector() -> None:
 
 def test_recurrent_layers() -> None:
     """Each kind: heads, state and convolution, as the layer computes with them."""
-    delta = {"columns": 128, "channels": 8192, "kernel": 4}
+    delta = {"columns": 128, "channels": 8192, "kernel": 4, "decays": "head"}
     first = {
         "qwen3-next-80b-a3b": Linear(32, 16, 128, 128, **delta),  # type: ignore[arg-type]
-        "kimi-linear-48b-a3b": Linear(32, 32, 128, 128, **{**delta, "channels": 3 * 4096}),  # type: ignore[arg-type]
+        "kimi-linear-48b-a3b": Linear(32, 32, 128, 128, **{**delta, "channels": 3 * 4096, "decays": "key"}),  # type: ignore[arg-type]
         "nemotron-h-8b": Linear(128, 8, 128, 64, columns=1, chunk=128, channels=128 * 64 + 2 * 8 * 128, kernel=4),
-        "minimax-text-01": Linear(64, 64, 128, 128, columns=1, chunk=256),
+        "minimax-text-01": Linear(64, 64, 128, 128, columns=1, chunk=256, decays="head"),
     }
     for name, mixing in first.items():
         model = read_model(name)

@@ -339,13 +339,12 @@ def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def _pass_states(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        chain = state_passing.chain
+        state_before = state_passing.state_before
 
-        def changed(*args: Any) -> Any:
-            before, final = chain(*args)
-            return [change(state) for state in before], final
+        def changed(*args: Any) -> torch.Tensor:
+            return change(state_before(*args))
 
-        patch.setattr(state_passing, "chain", changed)
+        patch.setattr(state_passing, "state_before", changed)
 
     return plant
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Collection
@@ -70,6 +71,11 @@ def harness_command_line() -> Any:
     return HarnessCLI
 
 
+def has_fla() -> bool:
+    """Return whether flash-linear-attention is installed; it is not imported."""
+    return importlib.util.find_spec("fla") is not None
+
+
 def fla_function(decay_per_key: bool, delta_rule: bool) -> Callable[..., Any] | None:
     """Return `f(q, k, v, g=, beta=, initial_state=, output_final_state=)`, or None without flash-linear-attention.
 
@@ -81,6 +87,37 @@ def fla_function(decay_per_key: bool, delta_rule: bool) -> Callable[..., Any] | 
     except ImportError:
         return None
     return functools.partial(_call, function, delta_rule)
+
+
+def fla_over_ranks(decay_per_key: bool, **options: Any) -> Callable[..., Any] | None:
+    """Return `f(q, k, v, g=, beta=, **sequence)`, flash-linear-attention's delta rule over the ranks of a group.
+
+    `sequence` are the arguments of its `build_cp_context`, and `options` those of the function. None before fla-core
+    0.6, and on GPUs older than Ampere.
+
+    When gone: values are widened by the identity, which doubles the kernels' time.
+    """
+    module, name = _FUNCTIONS[decay_per_key, True]
+    try:
+        build = importlib.import_module("fla.ops.cp").build_cp_context
+        function = getattr(importlib.import_module(module), name)
+    except ImportError:
+        return None
+    knows = "layout" in inspect.signature(build).parameters and "cp_context" in inspect.signature(function).parameters
+    if not knows or not _is_ampere():
+        return None
+
+    def run(q: Any, k: Any, v: Any, g: Any, beta: Any, **sequence: Any) -> Any:
+        g = v.new_zeros(v.shape[:3]) if g is None else g
+        return function(q, k, v, g=g, beta=beta, cp_context=build(**sequence), **options)[0]
+
+    return run
+
+
+def _is_ampere() -> bool:
+    import torch
+
+    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _call(function: Callable[..., Any], delta_rule: bool, q: Any, k: Any, v: Any, **more: Any) -> Any:

@@ -15,6 +15,9 @@ larger parameter has a bucket of its own and is summed in place."""
 LOSS_TILE = (1 << 24, 1 << 20)
 """Logits that the loss computes together in fp32: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""
 
+STATE_TILE = LOSS_TILE
+"""Elements of the states of single tokens that `longspan.mixers` computes together."""
+
 
 def gradient_buckets(
     sizes: Sequence[int], kinds: Sequence[Hashable] | None = None, limit: int = GRADIENT_BUCKET

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm.agree import gather_numbers, on_every_rank
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.friends_api import has_fla
 from longspan.compat.reading import attention_layers, decoder_layers, head_dim_of, mixer_layers
 from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
@@ -130,6 +131,7 @@ class AutoMemory:
             dtype="fp32" if compute_dtype == torch.float32 else "bf16",
             weight_sharding=fsdp and sp.fsdp_size > 1,
             parallel=dataclasses.replace(sp.parallel, tensor_style=style, experts=experts),
+            fused=sp.device.type != "cuda" or has_fla(),
         )
         self.hardware: Hardware | None = None
 

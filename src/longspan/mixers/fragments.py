@@ -61,18 +61,46 @@ class FragmentTable:
     passes: Flags  # whether a run has tokens of one document only, which entered: its state depends on the state before
     filled: Flags  # whether a run has any tokens of documents
     sizes: tuple[tuple[int, ...], ...]  # `sizes[run][row]`: tokens of the run's last fragment
+    rows: Sequence[Sequence[Span]]  # the documents of each row, in the whole sequence
     has_documents: bool  # whether any row has documents or padding of its own
     groups: tuple[RowGroup, ...]  # the fragments of this rank
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 (tables are few, and cached themselves)
-    def masks(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `enters`, `passes` and `filled` as bool tensors [runs, batch]."""
-        enters, passes, filled = (torch.tensor(x, device=device) for x in (self.enters, self.passes, self.filled))
-        return enters, passes, filled
+    def earlier(self, run: int) -> list[range]:
+        """Return for each row the runs whose tokens reach the state before a run: of the document that enters it.
 
-    def in_order(self, gathered: Tensor) -> list[Tensor]:
-        """Return the summary of every run in the order of the sequence, from the gathered `[ranks * slots, ...]`."""
-        return [gathered[rank * self.slots + slot] for rank, slot in self.runs]
+        After the last run that is the row's last document.
+        """
+        rows = []
+        for row in range(len(self.filled[0])):
+            first = run - 1
+            if run == len(self.runs):
+                while first >= 0 and not self.filled[first][row]:
+                    first -= 1
+            elif not self.enters[run][row]:
+                first = -1
+            while first >= 0 and self.passes[first][row]:
+                first -= 1
+            rows.append(range(run if first < 0 else first, run))
+        return rows
+
+    def later(self, run: int) -> list[range]:
+        """Return for each row the later runs with tokens of the run's last document."""
+        rows = []
+        for row in range(len(self.filled[0])):
+            stop = run + 1
+            while stop < len(self.runs) and self.enters[stop][row] and (stop == run + 1 or self.passes[stop - 1][row]):
+                stop += 1
+            rows.append(range(run + 1, stop))
+        return rows
+
+    def place(self, run: int) -> int:
+        """Return where a run's summary is among those of all ranks, `[ranks * slots, ...]`."""
+        rank, slot = self.runs[run]
+        return rank * self.slots + slot
+
+    def rows_without_tokens(self) -> list[int]:
+        """Return the rows that are padding alone."""
+        return [row for row, filled in enumerate(zip(*self.filled, strict=True)) if not any(filled)]
 
     def stack_slots(self, of_runs: Mapping[tuple[int, int], Tensor], empty: Tensor) -> Tensor:
         """Return `[slots, batch, ...]` from tensors `[rows, ...]` by slot and first row; `empty` fills the others."""
@@ -153,6 +181,7 @@ def fragment_table(layout: Layout, rank: int, length: int, batch: int, segments:
         passes=tuple(passes),
         filled=tuple(filled),
         sizes=tuple(sizes),
+        rows=rows,
         has_documents=segments is not None,
         groups=tuple(groups),
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.arguments import check_sharding, describe
-from longspan.compat.friends_api import fla_function
+from longspan.compat.friends_api import fla_function, fla_over_ranks
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
+from longspan.mixers.fla import DecayFunction, DeltaRuleFunction
 from longspan.mixers.fragments import fragment_table, read_documents
-from longspan.mixers.mixer import ChunkFunction, Mixer, Tokens
+from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import check_initial_state, pass_states
 
@@ -86,10 +90,25 @@ def linear_attention(
 def default_mixer(tokens: Tokens, causal: bool = True) -> Mixer:
     """Return linear attention by flash-linear-attention's kernels where they run, otherwise in plain torch."""
     if causal and tokens.q.device.type == "cuda" and tokens.q.dtype != torch.float64:
-        function = fla_function(tokens.decay is not None and tokens.decay.dim() == 4, tokens.beta is not None)
+        per_key = tokens.decay is not None and tokens.decay.dim() == 4
+        function = fla_function(per_key, tokens.beta is not None)
+        if function is not None and tokens.beta is None:
+            return DecayFunction(function)
         if function is not None:
-            return ChunkFunction(function)
+            return DeltaRuleFunction(function, exchanging=fla_over_ranks(per_key, scale=1.0))
+        _warn_of_plain_torch()
     return LinearAttention(causal)
+
+
+@functools.cache
+def _warn_of_plain_torch() -> None:
+    """Warn once in a process, and on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            "linear attention runs in plain torch on this GPU, several times slower and with more memory: "
+            "flash-linear-attention is not installed; install longspan with its extra 'fla' (pip install \".[fla]\")",
+            stacklevel=4,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """Short causal convolutions over a sharded sequence: the last `kernel - 1` tokens of the run before, by one all-gather.
 
-The tokens that a convolution looks back at are a state like any other: after a run it is the run's last `kernel - 1`
-tokens, and where a run is shorter, those of the state before, moved up. So short runs, and rows of them, are the chain
-of `state_passing.chain`.
+Where a run is shorter than that, the tokens that a convolution looks back at come from several runs. They are picked by
+one index, which is made once per batch.
 
 Shape suffixes: B batch, T tokens, C channels, J slots, X = kernel - 1 tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.mixers.fragments import Fragment, FragmentTable, fragment_table, read_documents
-from longspan.mixers.state_passing import chain, depend, zero_of
+from longspan.mixers.state_passing import depend, zero_of
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -144,15 +144,35 @@ def _tokens_before(
     if group is not None:
         gathered = all_gather(gathered, group_name(group))
 
-    def step(run: int, tail: Tensor, before: Tensor) -> Tensor:
-        """Append a run's tail to the tokens before it, and keep the last `size`."""
-        return torch.stack(
-            [
-                torch.cat([b[min(n, size) :], t[size - min(n, size) :]]) if passes else t
-                for b, t, n, passes in zip(before, tail, table.sizes[run], table.passes[run], strict=True)
-            ]
-        )
+    if return_last:
+        gathered = torch.cat([gathered, (empty if initial is None else initial).unsqueeze(0)])
+    places = _places(table, size, return_last, x.device)
+    before = list(gathered.flatten(0, 2).index_select(0, places.flatten()).view(*places.shape, x.shape[2]))
+    last = before.pop() if return_last else None
+    return before, last, gathered[:0].sum()
 
-    start, runs = empty if initial is None else initial, None if return_last else table.mine[-1] + 1
-    before, last = chain(table.in_order(gathered), table, step, start, runs)
-    return [before[run] for run in table.mine], last if return_last else None, gathered[:0].sum()
+
+@functools.lru_cache(maxsize=16)
+def _places(table: FragmentTable, size: int, last: bool, device: torch.device) -> Tensor:
+    """Return where the tokens before each of my runs are, `[slots, batch, size]`, with `last` also the last of all.
+
+    Places are those of the tails of all runs, and behind these of the tokens before the first document, `[ranks * slots
+    + 1, batch, size]`. A place of tokens that a run does not read is arbitrary.
+    """
+    batch = len(table.filled[0])
+    after_all = len(table.runs)
+
+    def row_before(run: int, row: int, reaching: range) -> list[int]:
+        found: list[int] = []
+        for other in reversed(reaching):
+            # A run that the document has entered may be shorter than what is missing; the others' tails are filled up.
+            missing = size - len(found)
+            tokens = missing if other == reaching.start else min(table.sizes[other][row], missing)
+            end = (table.place(other) * batch + row + 1) * size
+            found[:0] = range(end - tokens, end)
+        start = (len(table.runs) * batch + row) * size if run == after_all else 0
+        return found or list(range(start, start + size))
+
+    runs = [*table.mine, after_all] if last else table.mine
+    places = [[row_before(run, row, reaching) for row, reaching in enumerate(table.earlier(run))] for run in runs]
+    return torch.tensor(places, device=device)

@@ -32,6 +32,8 @@ from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
+from longspan.mixers.combine import state_after, state_before
+from longspan.mixers.fla import DeltaRuleFunction
 from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
 from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
 
@@ -97,6 +99,10 @@ def pass_states(
         zero = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=dtype)
         start = zero if initial_state is None else initial_state
     with torch.autocast(tokens.q.device.type, enabled=False):
+        if group is not None and initial_state is None and not return_state and isinstance(mixer, DeltaRuleFunction):
+            whole = mixer.over_ranks(tokens, table, group)
+            if whole is not None:
+                return _without_padding(whole, table), None
         try:
             locals_ = _locals(mixer, tokens, table, initial_state)
         except _FAILURES as error:
@@ -110,6 +116,11 @@ def pass_states(
         assert locals_ is not None  # the all-gather has raised
         out = _output(tokens, table, locals_, incoming)
         return out, incoming.final if return_state and incoming is not None else None
+
+
+def _without_padding(out: Tensor, table: FragmentTable) -> Tensor:
+    parts = [[out[rows, f.start : f.stop] for f in fragments] for rows, fragments in table.groups]
+    return table.join(parts) if any(parts) else depend(torch.zeros_like(out), out)
 
 
 def _locals(
@@ -195,7 +206,7 @@ def _gather_states(
     problem: Exception | None,
     causal: bool,
 ) -> Incoming:
-    """All-gather the summaries, and combine those before my runs; on a CPU in fp64.
+    """All-gather the summaries, and combine those before my runs.
 
     `start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error: it
     is raised, on CPUs on every rank.
@@ -216,54 +227,15 @@ def _gather_states(
                 raise_on_every_rank(problem, group, "cannot pass its state")
         elif problem is not None:
             raise problem
-    link, dtype = gathered[:0].sum(), gathered.dtype
-    summaries = table.in_order(gathered.double() if gathered.device.type == "cpu" else gathered)
-    passes = table.masks(gathered.device)[1]
-
-    def step(run: int, summary_BHKW: Tensor, before_BHKV: Tensor) -> Tensor:
-        added, transition = summary_BHKW.tensor_split([V], -1)
-        if not any(table.passes[run]):
-            return added
-        moved = before_BHKV
-        if causal and transition.shape[-1]:
-            moved = transition * before_BHKV if transition.shape[-1] == 1 else transition @ before_BHKV
-        return added + _where(passes[run], moved)
-
-    first = torch.zeros_like(summaries[0][..., :V]) if start_BHKV is None else start_BHKV.to(summaries[0].dtype)
-    before, final = chain(summaries, table, step, first, table.mine[-1] + 1 if start_BHKV is None else None)
-    after = None
+    of_runs, after, final = gathered if causal else gathered[..., :V], None, None
+    before = [state_before(of_runs, table, run, V) for run in table.mine]
     if not causal:
-        firsts = [x[..., V:] if x.shape[-1] > V else x for x in summaries]
-        after = [x.to(dtype) for x in _later(firsts, table)]
-    return Incoming([before[run].to(dtype) for run in table.mine], after, final.to(dtype), link)
-
-
-def chain(
-    summaries: Sequence[Tensor],
-    table: FragmentTable,
-    step: Callable[[int, Tensor, Tensor], Tensor],
-    start: Tensor,
-    runs: int | None = None,
-) -> tuple[list[Tensor], Tensor]:
-    """Return the state that enters each of the first `runs` runs (zero in rows where none does), and the one after.
-
-    `step(run, summary, before)` returns the state after a run that has fragments.
-    """
-    enters, _, filled = table.masks(start.device)
-    before, state = [], start
-    for run, summary in enumerate(summaries[:runs]):
-        before.append(_where(enters[run], state))
-        state = _where(filled[run], step(run, summary, before[run]), state)
-    return before, state
-
-
-def _later(firsts: Sequence[Tensor], table: FragmentTable) -> list[Tensor]:
-    """Return, for each of my runs, the sum of its last document's states in later runs, from each run's first state."""
-    enters, passes, _ = table.masks(firsts[0].device)
-    after = [torch.zeros_like(firsts[0])]
-    for run in range(len(firsts) - 1, 0, -1):
-        after.append(_where(enters[run], firsts[run] + _where(passes[run], after[-1])))
-    return [after[len(firsts) - 1 - run] for run in table.mine]
+        after = [state_after(gathered[..., -V:], table, run) for run in table.mine]
+    if start_BHKV is not None:
+        final = state_before(of_runs, table, len(table.runs), V)
+        if empty := table.rows_without_tokens():
+            final = final.index_copy(0, torch.tensor(empty, device=final.device), start_BHKV[empty])
+    return Incoming(before, after, final, gathered[:0].sum())
 
 
 def zero_of(*tensors: Tensor | None) -> Tensor | float:
@@ -293,10 +265,6 @@ class _Depend(torch.autograd.Function):
         # A checkpoint recomputes up to the last saved tensor: without one, this rank would skip the all-gather.
         _ = ctx.saved_tensors
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.zeros)
-
-
-def _where(flags_B: Tensor, x: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
-    return torch.where(flags_B.view(-1, *(1,) * (x.dim() - 1)), x, otherwise)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ def _recurrence(module: Any) -> Linear:
     )
     if hasattr(module, "num_v_heads"):  # Gated DeltaNet
         k, v = module.head_k_dim, module.head_v_dim
-        return Linear(module.num_v_heads, module.num_k_heads, k, v, columns=k, **conv)
+        return Linear(module.num_v_heads, module.num_k_heads, k, v, columns=k, decays="head", **conv)
     if hasattr(module, "ssm_state_size"):  # Mamba-2; Mamba, whose channels each have a decay for each state
         state, chunk = module.ssm_state_size, getattr(module, "chunk_size", 64)
         if not hasattr(module, "num_heads"):
@@ -286,9 +286,9 @@ def _recurrence(module: Any) -> Linear:
     if heads and hasattr(module, "head_dim"):
         dim = module.head_dim
         if "chunk_kimi_delta_attention" in functions:  # KDA
-            return Linear(heads, heads, dim, dim, columns=dim, **conv)
+            return Linear(heads, heads, dim, dim, columns=dim, decays="key", **conv)
         chunk = getattr(module, "block_size", 64)  # lightning attention
-        return Linear(heads, heads, dim, dim, columns=1, chunk=chunk, **conv)
+        return Linear(heads, heads, dim, dim, columns=1, chunk=chunk, decays="head", **conv)
     if functions <= {"causal_conv1d_fn"} and conv:  # LFM2
         return ShortConv(0, 0, 0, 0, **conv)
     # A registered function's layer: as if each channel had a number as its state, and a decay.

@@ -46,6 +46,7 @@ class Job:
             stay in the cache, and queries are sent. None: the whole prompt in one forward.
         pictures: images and video of each sequence, for a model with a vision tower; they come first in the sequence.
         elastic: whether batches may be elastic, so that NCCL holds buffers for groups of all widths.
+        fused: whether linear attention runs by flash-linear-attention's kernels, or in plain torch.
     """
 
     context: int
@@ -60,6 +61,7 @@ class Job:
     documents: bool = False
     pictures: tuple[PictureShape, ...] = ()
     elastic: bool = False
+    fused: bool = True
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
@@ -68,7 +70,7 @@ class Job:
         check_choice("dtype", self.dtype, ("bf16", "fp32"))
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "documents", "elastic"):
+        for name in ("weight_sharding", "documents", "elastic", "fused"):
             check_flag(name, getattr(self, name))
         for name, kind in (("parallel", ParallelConfig), ("memory", Memory), ("cache", CacheConfig)):
             if not isinstance(getattr(self, name), kind):

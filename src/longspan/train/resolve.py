@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from longspan.compat.friends_api import has_fla
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import parameters
 from longspan.core.layout import choose_layout
@@ -79,6 +80,7 @@ def resolve(arguments: Arguments) -> Resolved:
         parallel=parallel,
         documents=packed,
         elastic=ours.elastic,
+        fused=has_fla() or not torch.cuda.is_available(),
     )
     hardware = hardware_of_ranks(ours.rank_memory, parallel.ranks)
     if arguments.method == "dpo" and not peft.use_peft:  # the reference is a second, frozen model

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.compat.friends_api import fla_over_ranks
 from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
+from longspan.mixers.decayed_state import read_decayed
+from longspan.mixers.fla import DeltaRuleFunction
 from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
 from longspan.mixers.plain_torch import LinearAttention
@@ -56,6 +59,8 @@ def _delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: None = None,
+    *,
+    exchanging: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Gated DeltaNet's, KDA's or a registered function on fragments."""
@@ -69,7 +74,7 @@ def _delta_rule(
             f"token; only q, k, v, g and beta are cut into documents: merge it into one of these"
         )
     v = depend(v, *(x for x in options.values() if isinstance(x, Tensor)))
-    return layer.run_from_state(ChunkFunction(original, options), Tokens(q, k, v, g, beta))
+    return layer.run_from_state(DeltaRuleFunction(original, options, exchanging=exchanging), Tokens(q, k, v, g, beta))
 
 
 def _gated_delta_rule(
@@ -89,9 +94,11 @@ def _gated_delta_rule(
     `LinearAttention` computes the same in plain torch. transformers' plain functions, with the values widened by the
     identity, take up to 1.8 times as long, forward and backward.
     """
-    if isinstance(default_mixer(Tokens(q, k, v, g, beta)), ChunkFunction):
+    tokens = Tokens(q, k, v, g, beta)
+    if isinstance(default_mixer(tokens), ChunkFunction):
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        return _delta_rule(layer, original, q, k, v, g, beta, initial_state, **options)
+        over_ranks = fla_over_ranks(g.dim() == 4, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return _delta_rule(layer, original, *tokens, initial_state, exchanging=over_ranks, **options)
     _check_initial_state(layer, initial_state)
     if use_qk_l2norm_in_kernel:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q.float(), k.float()))
@@ -299,8 +306,8 @@ class _Mamba1:
             out_BTH = out_BHT.mT
             entered_BHKV = state if entered_BHKV is None else entered_BHKV
             if entered_BHKV is not None:
-                state_BTHK = (since_BTH.unsqueeze(-1) * A_HK).exp() * entered_BHKV[..., 0].unsqueeze(1)
-                out_BTH = out_BTH + (state_BTHK @ tokens.q.to(final.dtype).mT).squeeze(3)
+                q_BTK = tokens.q.squeeze(2).to(final.dtype)
+                out_BTH = out_BTH + read_decayed(since_BTH, A_HK, entered_BHKV.squeeze(3), q_BTK)
             return out_BTH.unsqueeze(3)
 
         return Local(final, transition, finish)

@@ -16,6 +16,19 @@ from longspan.plan.layers.base import Buffers, Sent, TokenMixing
 STATE_BYTES = 4
 """Bytes of a state's element: fp32 in any job."""
 
+PLAIN_CHUNK = 64
+"""Tokens of a chunk in plain torch."""
+
+PLAIN = {
+    ("head", False): ((4, 2, 3, 2, 0), (0, 0, 1, 3, 0)),
+    ("head", True): ((7, 4, 6, 3, 2), (0, 3, 3, 0, 3)),
+    ("key", True): ((71, 4, 2, 3, 2), (17, 1, 1, 1, 0)),
+}
+"""What plain torch saves, and what its backward holds besides, by decays and whether there is a delta rule.
+
+In fp32 elements of one value head and token, as multiples of K, V, C, K * V / C and K * K / C.
+"""
+
 STATES = "states of recurrent layers"
 """What is sent, in plans."""
 
@@ -30,6 +43,8 @@ class Linear(TokenMixing):
     chunk: int = 64  # tokens that its algorithm computes together
     channels: int = 0  # of its short convolution; 0 for none
     kernel: int = 1  # tokens that one result of the convolution depends on
+    # Of linear attention that `longspan.mixers` computes: "head" or "key" (one per key dim); "" for other functions.
+    decays: str = ""
 
     @property
     def name(self) -> str:
@@ -98,29 +113,47 @@ class Linear(TokenMixing):
         return [c.sequences * (self.state_elements * STATE_BYTES + convolved * c.b)] * c.mesh.sequence_ranks
 
     def saved(self, c: CostContext) -> int:
-        """Return an estimate for fused kernels.
+        """Return an estimate.
 
-        They save the channels of convolution and recurrence, the gate and the output; where a state is received, also
-        values that are wider by the transition, and the output for them. Besides, for a layer and not a token, the
-        states that were gathered.
+        Fused kernels save the channels of convolution and recurrence, the gate and the output; where a state is
+        received, also values that are wider by the transition, and the output for them. Plain torch saves what each
+        chunk computes. Besides, for a layer and not a token, the states that were gathered.
         """
         keys, values = self.kv_heads * self.head_dim, self.q_heads * self.v_head_dim
-        wider = 2 * self.q_heads * self.columns if c.mesh.sequence_ranks > 1 and self.columns > 1 else 0
-        return -(-self._gathered(c) // c.tokens) + c.b * (3 * (values + 2 * keys) + wider)
+        plain = self._in_plain_torch(c)[0]
+        sharded = c.mesh.sequence_ranks > 1
+        wider = 2 * self.q_heads * self.columns if sharded and self.columns > 1 and not plain else 0
+        gathered = self._gathered(c) if sharded and self.columns else 0
+        return -(-gathered // c.tokens) + c.b * (3 * (values + 2 * keys) + wider) + plain
+
+    def _in_plain_torch(self, c: CostContext) -> tuple[int, int]:
+        """Return the bytes per token that plain torch saves, and that its backward holds besides; zeros for kernels."""
+        if c.job.fused or not self.decays:
+            return 0, 0
+        K, V, C = self.head_dim, self.v_head_dim, PLAIN_CHUNK
+        sizes = K, V, C, K * V / C, K * K / C
+        saved, held = (
+            round(4 * self.q_heads * sum(n * size for n, size in zip(times, sizes, strict=True)))
+            for times in PLAIN[self.decays, self.columns > 1]
+        )
+        return saved, held
 
     def _gathered(self, c: CostContext) -> int:
-        """Return the bytes of the states of all runs, and of those before them, which their combination saves."""
-        if c.mesh.sequence_ranks == 1 or not self.columns:
-            return 0
-        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks
-        return STATE_BYTES * runs * (self._summary_elements + self.state_elements)
+        """Return the bytes of the states of all runs."""
+        return (
+            STATE_BYTES * c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks * self._summary_elements
+        )
 
     def backward_buffers(self, c: CostContext) -> Buffers:
-        """Return the gradients of the states of all runs, which the reduce-scatter sums."""
+        """Return the gradients of the states of all runs, which the reduce-scatter sums, and a workspace.
+
+        It is the fp64 tree that makes these gradients (`longspan.mixers.combine`), or plain torch's.
+        """
+        plain = c.tokens * self._in_plain_torch(c)[1]
         if c.mesh.sequence_ranks == 1:
-            return Buffers()
-        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks
-        return Buffers(comm=STATE_BYTES * runs * self._summary_elements)
+            return Buffers(workspace=plain)
+        gathered = self._gathered(c)
+        return Buffers(comm=gathered, workspace=max(plain, (6 if self.columns == 1 else 3) * gathered))
 
 
 @dataclass(frozen=True)
