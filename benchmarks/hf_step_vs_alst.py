@@ -88,9 +88,9 @@ COMPARISONS = {
     "longest": Comparison(
         "The longest settings: longspan against ALST", ("longspan longest", "alst longest"),
         "alst longest", (8192, 16384, 32768), ("fp32",), Shape(hidden=256, ffn=704),
-        "Goals: peak at most 0.5 and growth at most 0.65 of ALST's, time at most 1.0. ALST: tiled loss, tiled MLP (as many tiles as "
-        "its documentation says), transformers' gradient checkpointing. At the shorter lengths the peak is that of the "
-        "optimizer's temporaries and of the gradients' sum, at the longer ones that of a layer's backward.",
+        "Goals: peak at most 0.5 and growth at most 0.65 of ALST's, time at most 1.0. ALST: tiled loss, tiled MLP (as "
+        "many tiles as its documentation says), transformers' gradient checkpointing. At the shorter lengths the peak "
+        "is that of the optimizer's temporaries and of the gradients' sum, at the longer ones of a layer's backward.",
     ),
     "options": Comparison(
         "Each memory option alone", ("longspan", *(f"longspan {name}" for name in MEMORY_OPTIONS)),
