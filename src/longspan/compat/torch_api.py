@@ -51,6 +51,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks read the module's output."""
+    return bool(module._forward_hooks)
+
+
 def waits_for_gradient(x: Tensor) -> bool:
     """Return whether the gradient of a non-leaf tensor is needed, by a hook or `retain_grad`."""
     return bool(x._backward_hooks) or x.retains_grad

@@ -26,10 +26,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from longspan.comm.tensor import BareModule, Rule
-from longspan.compat.torch_api import not_compiled, without_torch_function
+from longspan.compat.torch_api import flatten_tree, not_compiled, without_torch_function
 from longspan.core.errors import LongspanError
 from longspan.memory.tiles import ForwardState, InputSource, Uncomputed, casts, note_tile_reader, tiles_of
 
@@ -107,7 +106,8 @@ class SlicedAttention:
     def _run_slices(self, cut: HeadCut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = "" if args else "hidden_states"
         hidden: Tensor = args[0] if args else kwargs[name]
-        others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor) and x is not hidden]
+        leaves, _ = flatten_tree((args[1:], kwargs))
+        others = [x for x in leaves if isinstance(x, Tensor) and x is not hidden]
         if torch.is_grad_enabled() and any(x.requires_grad for x in others):
             raise LongspanError(
                 f"{self.name} is called with other tensors than hidden states that need a gradient, so it cannot run "
@@ -284,7 +284,7 @@ class _Sliced(torch.autograd.Function):
         ctx.held = each if layer_call is not None else None
         tensors = [[saved.tensors() for saved in of_slice] for of_slice in each] if layer_call is None else []
         ctx.counts = [[len(x) for x in of_slice] for of_slice in tensors]
-        ctx.save_for_backward(*([hidden] if source is None else []), *tree_leaves(tensors))
+        ctx.save_for_backward(*([hidden] if source is None else []), *flatten_tree(tensors)[0])
         assert total.value is not None
         return total.value
 

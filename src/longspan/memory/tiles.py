@@ -25,12 +25,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from longspan.comm.tensor import BareModule
 from longspan.compat.torch_api import (
     TENSOR_FACTS,
     as_subclass,
+    flatten_tree,
+    has_forward_hooks,
     not_compiled,
     waits_for_gradient,
     without_torch_function,
@@ -186,7 +187,7 @@ class Tiled:
 
     def _dtype_if_uncomputed(self, hidden: Tensor) -> torch.dtype | None:
         """Return the dtype of a norm's output that is not to be computed whole; None if it is."""
-        if not self.uncomputed or self.module._forward_hooks or self.count_tiles(hidden) == 1:
+        if not self.uncomputed or has_forward_hooks(self.module) or self.count_tiles(hidden) == 1:
             return None
         return self.out_dtypes.get((hidden.dtype, casts(hidden.device)))
 
@@ -324,7 +325,8 @@ class Uncomputed(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in TENSOR_FACTS:
             return without_torch_function(func, *args, **kwargs or {})
-        args, kwargs = tree_map(lambda x: x.whole() if isinstance(x, Uncomputed) else x, (args, kwargs or {}))
+        leaves, rebuilt = flatten_tree((args, kwargs or {}))
+        args, kwargs = rebuilt([x.whole() if isinstance(x, Uncomputed) else x for x in leaves])
         return func(*args, **kwargs)
 
 

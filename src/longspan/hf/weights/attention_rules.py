@@ -91,13 +91,13 @@ class AttentionRules:
     def _plan(self) -> None:
         for path, style in self.styles.items():
             if style in ("colwise", "rowwise"):
-                self._linear(path, style)
-        self._check_regions()
+                self.linear(path, style)
+        self.check_regions()
         for path, layer in self.attention.items():
             for name, p in layer.named_parameters(prefix=path):
                 if name not in self.of_parameters:
-                    self._rest_of_region(name, p, path)
-            self._check_draws(layer)
+                    self.rest_of_region(name, p, path)
+            self.check_draws(layer)
 
     def _planned(self, path: str) -> bool:
         """Return whether these rules are about a module."""
@@ -111,7 +111,7 @@ class AttentionRules:
         own = {pattern: style for pattern, style in own.items() if not style.startswith("embedding")}
         plan = {**own, **PLANS.get(config.model_type, {})}
         if not plan:
-            self._refuse(f"transformers has no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
+            self.refuse(f"transformers has no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
         decoder, styles = self.names[self.decoder], dict[str, str]()
         experts = tuple(f"{pattern}." for pattern, style in plan.items() if style == EXPERTS)
         for pattern, style in plan.items():
@@ -122,11 +122,9 @@ class AttentionRules:
                     continue
                 known = _WHOLE_OUTPUT.get(style, style)
                 if known not in ("colwise", "rowwise", GRADIENT, EXPERTS):
-                    self._refuse(f"its plan has the style {style!r} for layer {path}, which is not supported")
+                    self.refuse(f"its plan has the style {style!r} for layer {path}, which is not supported")
                 if known != style and config.model_type not in FUSED:
-                    self._refuse(
-                        f"its plan has the style {style!r} for layer {path}, whose outputs may be in any order"
-                    )
+                    self.refuse(f"its plan has the style {style!r} for layer {path}, whose outputs may be in any order")
                 styles[path] = known
         return styles
 
@@ -135,11 +133,11 @@ class AttentionRules:
         self.model_type: str = self.model.config.get_text_config().model_type
         self.heads = split_groups(self.q_heads, self.kv_heads, self.size)
         if not all(shard.q_heads for shard in self.heads):
-            self._refuse_size("query heads", self.q_heads, even=False)
+            self.refuse_size("query heads", self.q_heads, even=False)
         for path, layer in self.attention.items():
             own = getattr(layer, "num_key_value_heads", self.kv_heads), getattr(layer, "num_heads", self.q_heads)
             if own != (self.kv_heads, self.q_heads):
-                self._refuse(f"layer {path} has {own[1]} query and {own[0]} KV heads, not as its config")
+                self.refuse(f"layer {path} has {own[1]} query and {own[0]} KV heads, not as its config")
 
     def is_of_kv(self, path: str) -> bool:
         """Return whether a module has entries per KV head."""
@@ -150,7 +148,7 @@ class AttentionRules:
         kv = self.is_of_kv(name or path)
         count = self.kv_heads if kv else self.q_heads
         if width % count:
-            self._refuse(f"{path} has {width} features, not a multiple of its {count} heads")
+            self.refuse(f"{path} has {width} features, not a multiple of its {count} heads")
         each = width // count
         heads = [(h.kv_start, h.kv_stop) if kv else (h.q_start, h.q_stop) for h in self.heads]
         return Parts(width, tuple(((start * each, stop * each),) for start, stop in heads))
@@ -161,7 +159,7 @@ class AttentionRules:
             return self._of_heads(path, width)
         each = width // (self.q_heads + 2 * self.kv_heads)
         if each * (self.q_heads + 2 * self.kv_heads) != width:
-            self._refuse(f"{path} has {width} features, not as many as its queries, keys and values")
+            self.refuse(f"{path} has {width} features, not as many as its queries, keys and values")
         self.fused.append(path.rpartition(".")[0])
         counts = {"q_proj": self.q_heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
         return concatenated([self._of_heads(path, each * count, name) for name, count in counts.items()])
@@ -170,31 +168,31 @@ class AttentionRules:
         """Return each part's inputs of a row-wise projection."""
         return self._of_heads(path, width)
 
-    def _linear(self, path: str, style: str) -> None:
+    def linear(self, path: str, style: str) -> None:
         module, owner = self.modules[path], path.rpartition(".")[0]
         base: Any = getattr(module, "base_layer", module)
         self._check_linear(path, base)
         at = f"{path}.base_layer" if base is not module else path
         if style == "colwise":
             rule = self._shard(self._outputs(path, base.out_features), 0, path)
-            self._rule(base, at, weight=rule, bias=rule)
+            self.add_rule(base, at, weight=rule, bias=rule)
             self._adapters(module, path, Rule(partial=True), rule, rule)
         else:
             rule = self._shard(self._inputs(path, base.in_features), 1, path)
             bias = Rule(partial=True, first=True)
-            self._rule(base, at, weight=rule, bias=bias)
+            self.add_rule(base, at, weight=rule, bias=bias)
             self._adapters(module, path, rule, Rule(partial=True), bias)
         self.regions[owner] = "attention" if owner in self.attention else "mlp"
 
     def _check_linear(self, path: str, base: nn.Module) -> None:
         if type(base) is not nn.Linear and base not in layers_in_4_bits(self.model).values():
-            self._refuse(f"layer {path} is not a linear layer ({type(base).__name__})")
+            self.refuse(f"layer {path} is not a linear layer ({type(base).__name__})")
 
     def _shard(self, parts: Parts, dim: int, path: str) -> Rule:
         """Return the rule of a weight whose `dim` is computed in these parts."""
         return Rule(dim, parts=parts)
 
-    def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
+    def add_rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
         for name, _ in module.named_parameters(recurse=False):
             self.of_parameters[f"{path}.{name}"] = rules[name]
 
@@ -206,23 +204,23 @@ class AttentionRules:
             if name in ("weight", "bias") or kind == "base_layer":
                 continue
             if kind not in ("lora_A", "lora_B") or own not in ("weight", "bias") or p.dim() != (own == "weight") + 1:
-                self._refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
+                self.refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
             rule = a if kind == "lora_A" else bias if own == "bias" else b
             self.of_parameters[f"{path}.{name}"] = rule
 
-    def _check_regions(self) -> None:
+    def check_regions(self) -> None:
         """Raise unless every attention and MLP has a column-wise first and a row-wise last matmul."""
         for path in self.regions:
             if self.regions[path] == "moe":
                 continue
             own = {style for name, style in self.styles.items() if name.rpartition(".")[0] == path}
             if not {"colwise", "rowwise"} <= own:
-                self._refuse(f"the plan of layer {path} lacks a colwise or a rowwise matmul (it has {sorted(own)})")
+                self.refuse(f"the plan of layer {path} lacks a colwise or a rowwise matmul (it has {sorted(own)})")
         for path in self.attention:
             if path not in self.regions:
-                self._refuse(f"its plan lacks the attention layer {path}")
+                self.refuse(f"its plan lacks the attention layer {path}")
 
-    def _rest_of_region(self, name: str, p: Tensor, region: str) -> None:
+    def rest_of_region(self, name: str, p: Tensor, region: str) -> None:
         """Add a weight between the matmuls: sinks, norms of a head or over all heads."""
         owner, _, own = name.rpartition(".")
         if own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):
@@ -233,7 +231,7 @@ class AttentionRules:
             self.norms[owner] = parts = self._of_heads(owner, p.numel())
             self.of_parameters[name] = self._shard(parts, 0, owner)
         else:
-            self._refuse(f"its plan lacks {name}")
+            self.refuse(f"its plan lacks {name}")
 
     def _normalizes_all_heads(self, path: str, region: str) -> bool:
         """Return whether a module is an RMS norm over the queries or the keys of all heads at once."""
@@ -246,19 +244,19 @@ class AttentionRules:
             and [tuple(p.shape) for p in norm.parameters()] == [(getattr(projection, "out_features", None),)]
         )
 
-    def _check_draws(self, within: nn.Module) -> None:
+    def check_draws(self, within: nn.Module) -> None:
         for module in within.modules():
             if draws(module):
-                self._refuse(
+                self.refuse(
                     f"layer {self.names[module]} draws random numbers (dropout), which would differ between its parts; "
                     "set it to 0"
                 )
 
-    def _refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str) -> NoReturn:
         raise LongspanError(f"`{self.option}` cannot shard {self.name}: {why}; use `{self.without}`")
 
-    def _refuse_size(self, what: str, count: int, even: bool = True) -> NoReturn:
-        self._refuse(f"it has {count} {what}")
+    def refuse_size(self, what: str, count: int, even: bool = True) -> NoReturn:
+        self.refuse(f"it has {count} {what}")
 
 
 def concatenated(every: list[Parts]) -> Parts:

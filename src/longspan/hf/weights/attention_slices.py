@@ -24,9 +24,9 @@ class AttentionSlices(AttentionRules):
     def __init__(self, model: PreTrainedModel, count: int, asked: int) -> None:
         super().__init__(model, count, f"head_slices={asked}", "head_slices=1")
         if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
-            self._refuse("its layers share keys and values")
+            self.refuse("its layers share keys and values")
         for path in self.norms:
-            self._refuse(f"{path} normalizes all heads together")
+            self.refuse(f"{path} normalizes all heads together")
 
     def cuts(self) -> dict[str, HeadCut]:
         """Return the cut of each attention layer, by its name."""

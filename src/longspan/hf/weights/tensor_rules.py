@@ -42,11 +42,11 @@ class TensorRules(AttentionRules):
         inside = tuple(f"{path}." for path, kind in self.regions.items() if kind == "moe")
         for path, style in self.styles.items():
             if style in ("colwise", "rowwise") and not path.startswith(inside):
-                self._linear(path, style)
-        self._check_regions()
+                self.linear(path, style)
+        self.check_regions()
         self._vocabulary()
         self._rest(inside)
-        self._check_draws(self.model)
+        self.check_draws(self.model)
 
     def _planned(self, path: str) -> bool:
         return True
@@ -55,7 +55,7 @@ class TensorRules(AttentionRules):
         """Return each rank's features between the matmuls of an MLP."""
         spans = [even_span(width, rank, self.size) for rank in range(self.size)]
         if not all(start < stop for start, stop in spans):
-            self._refuse_size(f"features between the matmuls of {path}", width)
+            self.refuse_size(f"features between the matmuls of {path}", width)
         return Parts(width, tuple((span,) for span in spans))
 
     def _outputs(self, path: str, width: int) -> Parts:
@@ -73,7 +73,7 @@ class TensorRules(AttentionRules):
     def _check_linear(self, path: str, base: nn.Module) -> None:
         weight = getattr(base, "weight", None)
         if not isinstance(base, nn.Linear) or not isinstance(weight, Tensor) or not weight.is_floating_point():
-            self._refuse(f"layer {path} is not a linear layer with floating-point weights ({type(base).__name__})")
+            self.refuse(f"layer {path} is not a linear layer with floating-point weights ({type(base).__name__})")
 
     def _shard(self, parts: Parts, dim: int, path: str) -> Rule:
         if parts.even:
@@ -85,31 +85,31 @@ class TensorRules(AttentionRules):
     def _experts(self, path: str) -> None:
         module, owner = self.modules[path], path.rpartition(".")[0]
         if hasattr(module, "base_layer"):
-            self._refuse(f"layer {path} has LoRA on experts, which are sharded with it by `experts` only")
+            self.refuse(f"layer {path} has LoRA on experts, which are sharded with it by `experts` only")
         count = getattr(module, "num_experts", None)
         weights = dict(module.named_parameters(recurse=False))
         inner = [name for name, _ in module.named_parameters() if name not in weights]
         if not isinstance(count, int) or inner or any(len(p) != count for p in weights.values()):
-            self._refuse(f"layer {path} ({type(module).__name__}) does not stack its experts in one tensor per weight")
+            self.refuse(f"layer {path} ({type(module).__name__}) does not stack its experts in one tensor per weight")
         if not all(start < stop for start, stop in (even_span(count, r, self.size) for r in range(self.size))):
-            self._refuse_size(f"experts in {path}", count)
-        self._rule(module, path, **dict.fromkeys(weights, Rule(0)))
+            self.refuse_size(f"experts in {path}", count)
+        self.add_rule(module, path, **dict.fromkeys(weights, Rule(0)))
         self.regions[owner] = "moe"
         self.experts.append(path)
 
     def _vocabulary(self) -> None:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if self.model.loss_type != "ForCausalLM" or not isinstance(head, nn.Linear):
-            self._refuse("only a causal LM with a linear head can be sharded by its vocabulary")
+            self.refuse("only a causal LM with a linear head can be sharded by its vocabulary")
         if not isinstance(embedding, nn.Embedding):
-            self._refuse(f"its embedding is a {type(embedding).__name__}")
+            self.refuse(f"its embedding is a {type(embedding).__name__}")
         for module in (embedding, head):
             entries = len(module.weight)
             if even_span(entries, self.size - 1, self.size)[0] == entries:
-                self._refuse_size(f"entries of the vocabulary in {self.names[module]}", entries)
+                self.refuse_size(f"entries of the vocabulary in {self.names[module]}", entries)
             if next(module.children(), None) is not None:
-                self._refuse(f"{self.names[module]} has adapters")
-            self._rule(module, self.names[module], weight=Rule(0), bias=Rule(0))
+                self.refuse(f"{self.names[module]} has adapters")
+            self.add_rule(module, self.names[module], weight=Rule(0), bias=Rule(0))
 
     def _rest(self, moe: tuple[str, ...]) -> None:
         """Add the weights that no style names: replicated, except some of attention."""
@@ -123,9 +123,9 @@ class TensorRules(AttentionRules):
                 of_tokens = self.style == "megatron-sp" and name.startswith(decoder)
                 self.of_parameters[name] = Rule(partial=of_tokens or region is not None)
             else:
-                self._rest_of_region(name, p, region)
+                self.rest_of_region(name, p, region)
 
-    def _refuse_size(self, what: str, count: int, even: bool = True) -> NoReturn:
+    def refuse_size(self, what: str, count: int, even: bool = True) -> NoReturn:
         total = self.size * self.others
         fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count if even else t))
         raise LongspanError(
