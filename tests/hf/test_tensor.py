@@ -214,7 +214,7 @@ def test_a_layer_without_its_batch_is_refused_for_uneven_tokens() -> None:
 
 
 @on_ranks(4)
-def test_a_rank_of_the_tensor_group_that_differs_is_named() -> None:
+def test_a_rank_of_the_tensor_group_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sp = on_mesh({"tensor": 2, "ulysses": 2})
     odd = dist.get_rank() == 3  # tensor rank 1 of the second Ulysses rank
     with pytest.raises(LongspanError, match=r"different weights(.|\n)*rank 3"):
@@ -222,6 +222,11 @@ def test_a_rank_of_the_tensor_group_that_differs_is_named() -> None:
     with pytest.raises(LongspanError) as error:
         longspan.parallelize(a_model("Llama"), sp, logits=odd)
     assert "logits" in str(error.value) and "rank 3" in str(error.value)
+    with monkeypatch.context() as patched, pytest.raises(LongspanError) as error:
+        if odd:  # whose kernels might take other collectives
+            patched.setattr("longspan.hf.preconditions.fla_kernels", lambda: "0.6.0")
+        longspan.parallelize(a_model("Llama"), sp)
+    assert "flash-linear-attention" in str(error.value) and "rank 3" in str(error.value)
     model = longspan.parallelize(a_model("Llama"), sp)
     with pytest.raises(LongspanError, match="ranks 3 were given another"):
         model(**batch(seed=5 if odd else 1))

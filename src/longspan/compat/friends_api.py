@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -76,6 +77,12 @@ def has_fla() -> bool:
     return importlib.util.find_spec("fla") is not None
 
 
+def fla_kernels() -> str:
+    """Return which kernels of flash-linear-attention a GPU runs; those of a newer one exchange states by themselves."""
+    version = next((d.version for d in importlib.metadata.distributions(name="fla-core")), "not installed")
+    return version if _is_ampere() else f"{version}, no GPU from Ampere on"
+
+
 def fla_function(decay_per_key: bool, delta_rule: bool) -> Callable[..., Any] | None:
     """Return `f(q, k, v, g=, beta=, initial_state=, output_final_state=)`, or None without flash-linear-attention.
 
@@ -117,7 +124,7 @@ def fla_over_ranks(decay_per_key: bool, **options: Any) -> Callable[..., Any] | 
 def _is_ampere() -> bool:
     import torch
 
-    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
+    return torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _call(function: Callable[..., Any], delta_rule: bool, q: Any, k: Any, v: Any, **more: Any) -> Any:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.weights import agree_on_model, digests_to_compare
+from longspan.compat.friends_api import fla_kernels
 from longspan.compat.reading import attention_layers, mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
@@ -210,6 +211,7 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
     facts |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "flash-linear-attention": fla_kernels(),
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, overlap_chunks={sp.overlap_chunks}",
         "the model's class": type(model).__name__,
     }
