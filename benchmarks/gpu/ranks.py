@@ -66,9 +66,9 @@ class Case:
         tiny: the family of `tests.models` that stands for it without a GPU.
         ranks: GPUs; on a machine with fewer, all of them, if the plan then fits.
         context: tokens; 0: the longest that the planner says fits and takes at most `seconds`.
-        axis: of the mesh.
-        changes: of the model's config.
-        options: of `Step`.
+        axis: the mesh's axis of all ranks.
+        changes: fields of the model's config to change.
+        options: further arguments of `Step`.
         rival: whether ALST's attention is measured in the same step.
         published: what others report of such a step.
         seconds: the most that a step of the longest context may take.

@@ -147,7 +147,7 @@ def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
         yield Row("not begun", "", f"{STOPPED}: the time of the whole report was up")
         return
     begin = time.monotonic()
-    # A fork has all imports. It cannot use a GPU that an import has used: torchao's does.
+    # A fork needs no imports, but cannot use the GPU if this process has: importing torchao does.
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     receiver, sender = context.Pipe(duplex=False)
     until = begin + limit_s
@@ -172,7 +172,7 @@ def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
 
 def _child(item: Item, setup: Setup, out: Any) -> None:
     os.setsid()
-    gc.freeze()  # for ranks that are forks: what is imported needs no collection
+    gc.freeze()  # ranks are forks: leave imported objects out of garbage collection
     try:
         for row in item(setup):
             out.send(row)
@@ -188,7 +188,7 @@ COLUMNS = {
     "what": "what", "figure": "figure", "planned": "planned (over measured)", "rival": "rival",
     "ratio": "of the rival's time", "verdict": "verdict",
 }  # fmt: skip
-"""Field of a row -> its heading. A table has those that some row fills."""
+"""Field of a row -> its heading. A table contains the columns that some row fills."""
 
 
 def write(

@@ -36,7 +36,7 @@ class Row:
         figure: the number with its unit and its reference.
         verdict: one of the above; "skipped" and "stopped" are followed by a colon and a reason.
         data: the same for programs, in the JSON only.
-        planned: what `longspan plan` says of it, and the plan over the measurement.
+        planned: the plan of `longspan plan`, and its ratio to the measurement.
         rival: what another implementation took on the same machine.
         ratio: longspan's time over the rival's; above 1 the rival is faster. None without a rival.
     """
@@ -85,9 +85,9 @@ class Setup:
             torch.cuda.synchronize()
 
     def row(self, what: str, measure: Callable[[], tuple[Any, ...]], needed_s: float) -> Row:
-        """Return the row of a measurement, which returns the fields after `what`; nothing that it raises gets out.
+        """Return the row of `measure`, which returns the fields after `what`; an error becomes the row's verdict.
 
-        It is not begun with less than `needed_s` seconds left on a GPU; what a CPU runs is small.
+        On a GPU it begins only if `needed_s` seconds are left; on a CPU shapes are small.
         """
         if not self.time_left(needed_s if self.on_gpu else 1.0):
             return Row(what, "", f"{STOPPED}: the item's time was up")
@@ -101,7 +101,7 @@ class Setup:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[list[str]]:
-        """Yield a list that then has the place of each time that the host waited for the GPU: file and line."""
+        """Yield a list; afterwards it contains the file and line of each wait of the host for the GPU."""
         found: list[str] = []
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -134,11 +134,11 @@ Numbers = dict[str, float]
 
 UNITS = {"seconds": ("", 1.0, " s"), "sent": ("sent ", 2.0**20, " MiB"), "memory": ("peak ", 2.0**20, " MiB")}
 GOALS = {"seconds": 0.2, "sent": 0.05, "memory": 0.1}
-"""How far a plan may be from the measurement, relative to that."""
+"""How far a plan may be from the measurement, as a fraction of the measurement."""
 
 
 def written(numbers: Numbers, over: Numbers | None = None) -> str:
-    """Return numbers as text, each with its ratio to the same of `over`."""
+    """Return numbers as text, each with its ratio to the same number in `over`."""
     parts = []
     for name, x in numbers.items():
         label, unit, suffix = UNITS[name]

@@ -70,7 +70,7 @@ class Step:
 
     @functools.cached_property
     def batch(self) -> dict[str, Tensor]:
-        """The whole batch, on the CPU; with pictures for a model that sees."""
+        """The whole batch, on the CPU; with pictures for a vision-language model."""
         vocabulary = self.origin.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (1, self.context), generator=torch.Generator().manual_seed(0))
         row = {"input_ids": ids, "labels": ids.clone()}
@@ -79,7 +79,7 @@ class Step:
         return row
 
     def plan(self, hardware: Hardware, mode: Mode | None = None) -> Plan:
-        """Return the plan; `mode`: of another one."""
+        """Return the plan, in `mode` if it is given."""
         pictures = [
             PictureShape(name.partition("_")[0], *grid)
             for name, grids in (self.batch.items() if "vision_config" in self.config else ())
@@ -111,13 +111,13 @@ class Step:
         if not self.tuning.quantize:
             with device:
                 return self.origin.build()
-        with tempfile.TemporaryDirectory() as folder:  # transformers quantizes what it reads alone
+        with tempfile.TemporaryDirectory() as folder:  # transformers quantizes only weights that it reads
             replace(self.origin, four_bits=None).build().save_pretrained(folder)
             return replace(self.origin, name=folder).build().to(device)
 
     def prepare(self, model: Any) -> Any:
         """Put LoRA on a model if it is asked for."""
-        if self.tuning.quantize:  # whose weights, in bytes, can have no gradient
+        if self.tuning.quantize:  # its weights are bytes, which cannot have a gradient
             import peft
 
             peft.get_peft_model(model, peft.LoraConfig(r=self.tuning.lora, target_modules="all-linear"))
@@ -144,7 +144,7 @@ def device_hardware(setup: Setup) -> Hardware:
 
 
 def numbers_of(plan: Plan, sends: bool = True) -> Numbers:
-    """Return what is planned; `sends=False`: in a world where nothing is sent, though it is counted."""
+    """Return what is planned; with `sends=False` sending takes no time, but its bytes are counted."""
     return {
         "seconds": plan.step_seconds if sends else plan.compute_seconds + plan.offload_seconds,
         "sent": sum(each.bytes_total for each in plan.comm),

@@ -121,7 +121,7 @@ def prepare(
         kernel: as for `longspan.attention`.
         recompute_all_to_all: save only local q, k, v and output, and recompute the all-to-all in the backward; several
             `head_chunks` imply it.
-        saves: make a plan whose calls may have `saved_attentions`; `recompute_all_to_all` implies it.
+        saves: make a plan whose calls accept `saved_attentions`; `recompute_all_to_all` implies it.
         head_chunks: as for `longspan.attention`.
 
     Raises:
@@ -187,7 +187,7 @@ def _inner_method(
     per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
     if group is None:
         return LocalAttention(kernel, per_block, kv_head_index)
-    # Shortest ways, to the right, the left, or both: each block is sent no further than to the last rank that reads it.
+    # Shortest routes, to the right, the left, or both: a block is sent no further than to the last rank that reads it.
     routes = ring_routes(readers_of_blocks(pairs_of_blocks(layout, lengths, mask, shapes.q[0])))
     return Ring(kernel, per_block, kv_head_index, group=group, routes=routes)
 

@@ -64,7 +64,7 @@ class LayerCache:
         xs = (k_BKTD,) if self.shared else (k_BKTD, v_BKTV)
         if self._format is None:
             return list(xs)
-        if k_BKTD.shape == v_BKTV.shape and not self.shared and k_BKTD.shape[2] < _SMALLEST:  # few launches
+        if k_BKTD.shape == v_BKTV.shape and not self.shared and k_BKTD.shape[2] < _SMALLEST:  # together: fewer launches
             codes, scales = self._format.encode(torch.stack(xs))
             return [codes[0], scales[0], codes[1], scales[1]]
         return [part for x in xs for part in self._format.encode(x)]

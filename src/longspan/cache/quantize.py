@@ -5,7 +5,7 @@ so an outlier costs only its own vector's precision. An element is off by at mos
 largest magnitude / 254; with fp8 (e4m3) 1/16 of the element, or the largest magnitude / 458,752 if that is more. A
 vector takes D + 4 bytes. A vector with a nonfinite element becomes NaN.
 
-A decoded token costs a GPU more in launches than in work, so there are few: six to encode, one or two to decode.
+A decode step spends more time on launches than on work, so both are few: six to encode, one or two to decode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_SMALLEST = 2.0**-100  # largest magnitude by which a vector of zeros is divided; its quotients are normal numbers
+_SMALLEST = 2.0**-100  # smallest magnitude that a vector is scaled by: not 0, and its scale is a normal number
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class QuantizedFormat:
         x = x.float() if x.itemsize > 4 else x
         scale = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32)
         scale.clamp_min_(_SMALLEST).div_(self.largest)
-        wide = x / scale  # in fp32; beyond the largest number by less than half a step
+        wide = x / scale  # in fp32; rounding may exceed `largest`, by less than half a step
         if not self.dtype.is_floating_point:
             wide.round_()
         return wide.to(self.dtype).view(torch.uint8), scale  # as uint8: a CPU cannot index 8-bit floats

@@ -12,9 +12,10 @@ A checkpoint is whole if its marker, `complete.json`, fits all files: rank 0 ren
 rank has written its files and their checksums are gathered (`Saver`, saving.py).
 
 All ranks together find a checkpoint to resume from. `read_verified` returns the one at a path, and raises if it is
-damaged, so a run that is told this path ends. `newest_undamaged` tries a run's checkpoints from the highest step down;
-it returns the first that is undamaged, and what is wrong with newer ones. These stay on the disk until the resumed run
-saves: a save of the same step replaces one, and with `keep` a save removes complete ones of later steps.
+damaged, so a run that was given this path ends. `newest_undamaged` tries a run's checkpoints from the highest step
+down; it returns the first that is undamaged, and what is wrong with newer ones. The newer ones stay on the disk until
+the resumed run saves: a save of the same step replaces one, and with `keep` a save removes complete ones of later
+steps.
 """
 
 from __future__ import annotations

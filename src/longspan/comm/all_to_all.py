@@ -236,14 +236,14 @@ class _RegularCut(NamedTuple):
 
     parts: int
     copies: int  # neighbouring ranks that hold the same part
-    heads: int  # that a rank holds of its part
-    first: int  # the first of these in part 0
-    step: int  # heads of a part
+    heads: int  # heads of its part that a rank holds
+    first: int  # the first of them, counted within the part
+    step: int  # all heads of a part
 
 
 @functools.lru_cache(maxsize=256)
 def _regular_cuts(spans: HeadSpans, heads: tuple[int, ...]) -> tuple[_RegularCut, ...] | None:
-    """Return the cut of each tensor, of so many heads; None if one is cut otherwise."""
+    """Return the cut of each tensor, of `heads` heads; None if one is not cut into equal parts."""
     cuts = []
     for total, of_tensor in zip(heads, zip(*spans, strict=True), strict=True):
         (start, stop), copies = of_tensor[0], of_tensor.count(of_tensor[0])

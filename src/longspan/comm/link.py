@@ -1,5 +1,5 @@
-"""Measure the all-to-all of a Ulysses group that spans hosts; choose in how many chunks of heads it overlaps with
-attention: `overlap_chunks="auto"`.
+"""Resolve `overlap_chunks="auto"`: measure the all-to-all of a Ulysses group that spans hosts, and choose the number of
+chunks of heads that overlap with attention.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure_link(
 
 
 def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
-    """Resolve `overlap_chunks="auto"`: several if the all-to-all of a rank's q, k and v takes long.
+    """Return the chunks of `overlap_chunks="auto"`: several if the all-to-all of a rank's q, k and v takes long.
 
     `link` is None inside one host, where chunks gain nothing.
     """

@@ -87,7 +87,7 @@ class MeshGroups:
     def resized(self, shape: Sequence[int], made: dict[Partition, dist.ProcessGroup]) -> MeshGroups:
         """Return the groups of the same ranks along axes of other sizes, None along axes of size 1. Collective.
 
-        Groups in `made` are used again, and new ones are added to it. gloo starts threads for each group of a
+        Reuse the groups in `made`, and add new ones to it. gloo starts threads for each group of a
         DeviceMesh, even for those of one rank, so this makes none.
         """
         ranks = self.ranks.reshape(tuple(shape))
@@ -114,7 +114,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 def _partition(ranks: torch.Tensor, axes: Sequence[str]) -> Partition:
-    """Return the ranks along axes of a mesh, of each group; none if the axes have one rank."""
+    """Return the ranks of each group along `axes`; empty if the groups have one rank each."""
     large = tuple(i for i, axis in enumerate(AXES) if axis in axes and ranks.shape[i] > 1)
     if not large:
         return ()
@@ -359,7 +359,7 @@ class SequenceSharding:
             )
         if width < self.size and not self.has_widths:
             made = dict[Partition, dist.ProcessGroup]()
-            for axis in ("ulysses", "tensor"):  # of narrower widths, too
+            for axis in ("ulysses", "tensor"):  # narrower widths use these groups, too
                 if partition := _partition(self.groups.ranks, [axis]):
                     made[partition] = self.mesh.get_group(axis)  # type: ignore[union-attr]
             self._narrower = {narrow: self._narrow(narrow, made) for narrow in self.widths[:-1]}

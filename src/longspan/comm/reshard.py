@@ -137,7 +137,7 @@ def move_shards(
 
 
 def move_shards_together(xs: Sequence[Tensor], *how: Any) -> tuple[Tensor, ...]:
-    """Do `move_shards` with several tensors of one shape, in one all-to-all: each is packed into the send buffer.
+    """Run `move_shards` on several tensors of one shape, in one all-to-all: each is packed into the send buffer.
 
     The results are views of the received buffer, which an operator could not return: not for compiled code.
     """
@@ -260,7 +260,7 @@ def _move(
 
 
 def _pack(xs: Sequence[Tensor], at: int, sizes: Sequence[int]) -> Tensor:
-    """Copy the part of each rank, along dimension `at`, into one send buffer: of every row all tensors."""
+    """Copy the part of each rank, along dimension `at`, into one send buffer. A row holds all tensors."""
     send = xs[0].new_empty(len(xs) * xs[0].numel())
     even = len(set(sizes)) == 1
     # One copy for all ranks, `[ranks, rows, ...]`, or one for each, `[rows, ...]`.

@@ -78,7 +78,10 @@ def has_fla() -> bool:
 
 
 def fla_kernels() -> str:
-    """Return which kernels of flash-linear-attention a GPU runs; those of a newer one exchange states by themselves."""
+    """Return the version of flash-linear-attention's kernels, and whether this GPU runs them.
+
+    Newer versions exchange states themselves, so ranks whose versions differ would run different collectives.
+    """
     version = next((d.version for d in importlib.metadata.distributions(name="fla-core")), "not installed")
     return version if _is_ampere() else f"{version}, no GPU from Ampere on"
 

@@ -100,7 +100,7 @@ _FACTS = ("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_gr
 TENSOR_FACTS = {getattr(Tensor, name).__get__ for name in _FACTS} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
 }  # fmt: skip
-"""What `__torch_function__` is called with for facts about a tensor, rather than its values."""
+"""Functions that `__torch_function__` receives when code reads a fact about a tensor, such as its shape."""
 
 
 def as_subclass(kind: type[Tensor], data: Tensor, requires_grad: bool = True) -> Any:
@@ -151,9 +151,9 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 def group_of_partition(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """Return this rank's group of a partition of all ranks, with the job's timeouts. Collective.
 
-    A NCCL communicator that is bound to its device is split once for all groups, where `new_group` would split it for
-    each group, on every rank. From torch 2.13 on, the groups are NCCL's alone: gloo would connect their hosts. Without
-    such a communicator each rank makes its own group only.
+    If the default group is bound to a device, its NCCL communicator is split once for all groups; `new_group` would
+    split it on every rank for each group. From torch 2.13 on the groups have no gloo backend, which would connect their
+    hosts. Otherwise each rank makes only its own group.
     """
     ranks = [list(group) for group in partition]
     if dist.distributed_c10d._get_default_group().bound_device_id is None:
@@ -194,8 +194,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def use_expandable_segments() -> None:
-    """Let torch's allocator on GPUs grow its segments, unless the user has configured it: tensors of different lengths
-    fragment them.
+    """Let torch's allocator on GPUs grow its segments, unless the user has configured it.
+
+    Batches of different lengths fragment segments of a fixed size.
     """
     configured: str = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
     if not configured and not any(name in os.environ for name in ALLOCATOR):

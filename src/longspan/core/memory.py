@@ -40,8 +40,8 @@ class Memory:
             their input only; the backward recomputes their output, also for the linear layers and MLPs that read it.
         head_slices: slices of heads in which an attention layer runs one after another in training, forward and
             backward, so that q, k, v, the attention's output and the buffers of the all-to-all exist for one slice at
-            a time; the backward recomputes each slice, but no kernel that returns the log-sum-exp. At most one per
-            query head of a rank. 0: at most 8, and 1 for a layer that cannot be sliced.
+            a time. The backward recomputes each slice, but runs no kernel again that returned its log-sum-exp. At most
+            one slice per query head of a rank. 0: up to 8 slices, and one for a model that cannot be sliced.
         cpu_offload: keep weights, gradients and optimizer states in host memory (FSDP2's CPUOffloadPolicy).
     """
 

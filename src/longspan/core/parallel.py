@@ -112,7 +112,7 @@ def axes_of_width(ulysses: int, width: int) -> tuple[int, int]:
 
 def groups_of_widths(mesh: Axes) -> list[tuple[str, int]]:
     """Return axis and ranks of the process groups that narrower widths need, besides those of the mesh."""
-    found = dict[tuple[str, int, int], tuple[str, int]]()  # ranks of an axis may be neighbours, or `inner` apart
+    found = dict[tuple[str, int, int], tuple[str, int]]()  # key: axis, ranks, and their distance
     for width in widths_of(mesh.ring * mesh.ulysses)[1:-1]:
         ring, inner = axes_of_width(mesh.ulysses, width)
         if 1 < inner < mesh.ulysses:

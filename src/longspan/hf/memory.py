@@ -63,17 +63,19 @@ def device_memory(device: torch.device, ranks_here: int = 1) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, ranks_here)
 
 
-def usable_memory(device: torch.device, others: int = 0) -> float:
-    """Return the bytes of memory that a rank can use: of a GPU what is free, and what this process' allocator holds
-    besides the `others`, the bytes of tensors that are not the model's.
+def usable_memory(device: torch.device, taken: int = 0) -> float:
+    """Return the bytes of memory that a rank can use.
+
+    On a GPU: what is free, and what this process's allocator holds, less `taken`, the bytes of other tensors than the
+    model's.
     """
     if device.type == "cpu":
         return hardware_of(device).memory_bytes
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1.0, free + torch.cuda.memory_reserved(device) - others)
+    return max(1.0, free + torch.cuda.memory_reserved(device) - taken)
 
 
-def bytes_of_others(model: nn.Module, device: torch.device) -> int:
+def bytes_of_other_tensors(model: nn.Module, device: torch.device) -> int:
     """Return the bytes of tensors on a GPU that are not the model's."""
     if device.type == "cpu":
         return 0
@@ -107,8 +109,8 @@ MODALITIES = ("image", "video")
 class AutoMemory:
     """Choose memory options by the planner, for the memory that is free at the first forward.
 
-    What `parallelize` finds on the GPU besides the model is taken. What is made later may be the optimizer's states,
-    which are planned.
+    Tensors besides the model that are on the GPU before `parallelize` count as `taken`. Later ones do not: they may be
+    the optimizer's states, which the plan contains.
 
     `most_tokens`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
     """
@@ -124,7 +126,7 @@ class AutoMemory:
     ) -> None:
         self.sp, self.most_tokens, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
         self.replicas_differ = sp.data_size > 1
-        self.shape, self.others = shape_of_model(model), bytes_of_others(model, sp.device)
+        self.shape, self.taken = shape_of_model(model), bytes_of_other_tensors(model, sp.device)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
         self.job = Job(
             context=1,
@@ -168,7 +170,7 @@ class AutoMemory:
                 return None
             length, rows = self.size  # the options must still fit it
         if self.hardware is None:
-            usable = usable_memory(sp.device, self.others)
+            usable = usable_memory(sp.device, self.taken)
             if sp.world_size > 1:
                 least = torch.tensor(usable, dtype=torch.float64, device=sp.device)
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -260,7 +262,7 @@ class MemoryManager(Stage):
             ]
 
     def _slice_heads(self, asked: int) -> None:
-        """Let attention layers run in slices of their heads."""
+        """Let attention layers run in `asked` slices of their heads; 0: as many as `slices_of` returns."""
         cuts = dict[str, HeadCut]()
         if asked != 1 and self.bindings:
             cuts = self.modules.head_cuts(asked, self.sp)

@@ -93,7 +93,7 @@ class NormedLinear:
         return self._normed(*args, **kwargs) if self.on else self.compute(*args, **kwargs)
 
     def _without_input(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and type(args[0]) is Uncomputed:  # not what a slice of heads reads
+        if len(args) == 1 and type(args[0]) is Uncomputed:  # a norm's output, read outside slices of heads
             args = (args[0].whole(),)
         source = None if kwargs or len(args) != 1 else _source_of(args[0])
         if source is None:

@@ -75,8 +75,8 @@ class LayerCall:
         self.recomputing = False
         self.next = 0  # the attention that is recomputed next
         self.index = 0  # of the layer in its group
-        self._kept, self._asked = list[Any](), 0  # of `once`; values that a recomputation has asked for
-        self._again = False
+        self._values, self._returned = list[Any](), 0  # of `once`; how many a recomputation has got back
+        self._runs_again = False
         self._saved: list[SavedAttention] = []  # in the order of the attentions' calls
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
@@ -96,16 +96,16 @@ class LayerCall:
 
     def once(self, compute: Callable[[], Any]) -> Any:
         """Return what `compute` returns in the forward, and the same value, in the same order, in a recomputation."""
-        if not self._again:
-            self._kept.append(compute())
-            return self._kept[-1]
-        self._asked += 1
-        if self._asked > len(self._kept):
+        if not self._runs_again:
+            self._values.append(compute())
+            return self._values[-1]
+        self._returned += 1
+        if self._returned > len(self._values):
             raise LongspanError(
-                f"a checkpointed layer called its experts {len(self._kept)} times in its forward and calls them again "
-                f"when recomputed, so it does not compute the same twice; use checkpointing='none'"
+                f"a checkpointed layer called its experts {len(self._values)} times in its forward and more often when "
+                f"recomputed, so it does not compute the same twice; use checkpointing='none'"
             )
-        return self._kept[self._asked - 1]
+        return self._values[self._returned - 1]
 
     def forward(self) -> Any:
         """Compute the layer, or recompute it with gradients."""
@@ -115,7 +115,7 @@ class LayerCall:
 
     def _compute(self, arguments: tuple[list[Any], dict[str, Any]], *, again: bool) -> Any:
         positional, named = arguments
-        self._again, self._asked = again, 0
+        self._runs_again, self._returned = again, 0
         with self.layer.experts_in(self):
             return self.layer.compute(*positional, **named)
 
@@ -201,7 +201,7 @@ class CheckpointedLayer:
 
     @contextlib.contextmanager
     def experts_in(self, call: LayerCall) -> Iterator[None]:
-        """Let the layer's experts keep in `call` what its recomputation needs."""
+        """Let the layer's experts save in `call` what its recomputation needs."""
         for experts in self.experts:
             experts.layer_call = call
         try:

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from longspan.comm.tensor import BareModule, Rule
 from longspan.compat.torch_api import flatten_tree, not_compiled, without_torch_function
 from longspan.core.errors import LongspanError
-from longspan.memory.tiles import ForwardState, InputSource, Uncomputed, casts, note_tile_reader, tiles_of
+from longspan.memory.tiles import ForwardState, InputSource, Uncomputed, is_autocast_on, note_tile_reader, tiles_of
 
 
 class Attention(Protocol):
     """The binding of an attention layer."""
 
-    layer_call: Any  # saves what its attention computes; None: nothing does
+    layer_call: Any  # saves what its attention computes; None: nothing is saved
     saves_lse: bool  # whether its kernel returns the log-sum-exp
 
 
@@ -85,7 +85,7 @@ class HeadCut:
 class SlicedAttention:
     """Replaces an attention module's `forward` by one that runs slice by slice in training, if it has a `cut`.
 
-    `runs_whole`: whether a call, by its keyword arguments, has a KV cache.
+    `runs_whole`: returns whether a call with these keyword arguments is not sliced, because it has a KV cache.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SlicedAttention:
         self.module, self.name, self.attention, self.runs_whole = module, name, attention, runs_whole
         self.cut: HeadCut | None = None
         self.bare = BareModule(module)
-        self.readers: list[str] = []  # weights that the module's input is multiplied by, once they are known
+        self.readers: list[str] = []  # weights that multiply the module's input; found in the first slice
         self._sliced = not_compiled(self._run_slices)  # a compiler breaks its graph here
         module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
 
@@ -110,8 +110,8 @@ class SlicedAttention:
         others = [x for x in leaves if isinstance(x, Tensor) and x is not hidden]
         if torch.is_grad_enabled() and any(x.requires_grad for x in others):
             raise LongspanError(
-                f"{self.name} is called with other tensors than hidden states that need a gradient, so it cannot run "
-                f"in slices of its heads; use head_slices=1"
+                f"{self.name} was called with tensors besides the hidden states that need a gradient, so it cannot "
+                f"run in slices of its heads; use head_slices=1"
             )
         more = (args[1:], kwargs) if args else ((), {k: x for k, x in kwargs.items() if k != name})
         source = InputSource.of(hidden) if torch.is_grad_enabled() else None
@@ -128,11 +128,11 @@ class _Call:
 
     sliced: SlicedAttention
     cut: HeadCut
-    args: tuple[Any, ...]  # behind the hidden states
+    args: tuple[Any, ...]  # after the hidden states
     kwargs: dict[str, Any]
     named: bool  # whether the hidden states are a keyword argument
     saves: bool  # whether the slices save what their attentions compute
-    rest: tuple[Any, ...] | None = None  # what the module returns behind its output; None if it returns a tensor
+    rest: tuple[Any, ...] | None = None  # what the module returns after its output; None if it returns only a tensor
 
     def run(
         self, number: int, hidden: Tensor, own: dict[str, Tensor], last: Callable[..., Tensor], saves: Any
@@ -163,7 +163,7 @@ class _Call:
 
 
 def _packed(own: dict[str, Tensor], name: str) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer whose weight in 4 bits was unpacked."""
+    """Return the forward of a 4-bit linear layer that multiplies by its unpacked weight."""
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = own[name], own.get(f"{name.rpartition('.')[0]}.bias")
@@ -176,7 +176,7 @@ def _packed(own: dict[str, Tensor], name: str) -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within this, run other functions instead of some inner modules."""
+    """Run `forwards` instead of these inner modules in this context."""
     inner: dict[Any, Callable[..., Any]] = {module.get_submodule(path): run for path, run in forwards.items()}
     before = {m: m.__dict__.get("forward") for m in inner}
     for m, run in inner.items():
@@ -193,7 +193,7 @@ def _replaced(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> 
 
 @contextlib.contextmanager
 def _heads(module: Any, heads: tuple[int, int] | None) -> Iterator[None]:
-    """Within this, let a module with a fused projection find these numbers of heads."""
+    """Let a module with a fused projection find these numbers of query and KV heads in this context."""
     if heads is None:
         yield
         return
@@ -228,7 +228,7 @@ class _Saved:
 class SliceCall:
     """One run of a slice: collects what its attentions save, or loads it (`SavedAttentions`).
 
-    `layer_call`: of a selective checkpoint, which holds it.
+    `layer_call`: the call of a selective checkpoint, which then holds what is saved.
     """
 
     def __init__(self, layer_call: Any = None, saved: list[Any] | None = None) -> None:
@@ -264,7 +264,7 @@ class _Sliced(torch.autograd.Function):
         for number in range(cut.count):
             own = {name: cut.part(name, x, number) for name, x in weights.items()}
             saves = SliceCall(layer_call) if call.saves else None
-            # Nothing needs a gradient here; only with gradients enabled does the attention save anything.
+            # Nothing needs a gradient here, but the attention saves its output only with gradients enabled.
             with torch.set_grad_enabled(saves is not None):
                 reads = None if given is None else _Reads(given, own, call.sliced.readers)
                 x = hidden.detach() if reads is None else reads.stand_in()
@@ -280,7 +280,7 @@ class _Sliced(torch.autograd.Function):
         ctx.call, ctx.source, ctx.shape = call, source, hidden.shape
         ctx.needs_grad = ctx.needs_input_grad[2:]
         ctx.state = ForwardState(hidden.device, draws=False)
-        # A selective checkpoint holds what was saved; otherwise autograd does, where a checkpoint sees it.
+        # A selective checkpoint holds what was saved. Otherwise autograd does: a full checkpoint then drops it.
         ctx.held = each if layer_call is not None else None
         tensors = [[saved.tensors() for saved in of_slice] for of_slice in each] if layer_call is None else []
         ctx.counts = [[len(x) for x in of_slice] for of_slice in tensors]
@@ -433,7 +433,7 @@ class _Input:
         return torch.cat([tile for _, tile in self.tiles()]).view(self.shape)
 
     def sum(self) -> Tensor:
-        """Return the gradient so far, `[T, D]`: zeros at first, allocated behind the first slice's attention."""
+        """Return the gradient so far, `[T, D]`. It is allocated late, after the first slice's attention."""
         if self.gradient is None:
             self.gradient = self.saved.new_zeros(self.shape[:-1].numel(), self.shape[-1], dtype=self.dtype)
         return self.gradient
@@ -446,8 +446,8 @@ class _Input:
 class _Reads:
     """The linear layers that read the module's input in one slice.
 
-    On the first call all of them compute, tile by tile, so that each tile of the input is made once; in the backward,
-    so are their gradients, when all of their outputs' are known.
+    The first one that is called computes all of them, tile by tile, so that each tile of the input is computed once. In
+    the backward their gradients are computed together, when those of all their outputs are known.
     """
 
     def __init__(self, given: _Input, own: dict[str, Tensor], readers: list[str]) -> None:
@@ -455,12 +455,12 @@ class _Reads:
         self.names = {id(x): name for name, x in own.items()}
         self.backward = given.needs_grad or any(x.requires_grad for x in own.values())
         self.anchor = torch.empty(0, device=given.saved.device, requires_grad=self.backward)
-        self.leaves: list[Tensor] = []  # the stand-in, and the whole input if a function got it
-        self.made: dict[str, Tensor] = {}  # outputs that are not asked for yet
+        self.leaves: list[Tensor] = []  # the stand-in, and the whole input if a function read it
+        self.made: dict[str, Tensor] = {}  # outputs that no layer has returned yet
         self.found: list[tuple[Tensor, Tensor | None, Tensor]] = []  # weight, bias, and the output's gradient
 
     def stand_in(self) -> Tensor:
-        """Return a tensor without memory for the input, of which linear layers are intercepted."""
+        """Return a tensor without memory in place of the input; linear layers that read it call `linear`."""
         given = self.given
         x: _StandIn = _StandIn.like(given.saved, given.shape, given.dtype, requires_grad=self.backward)
         x.reads = self
@@ -468,7 +468,7 @@ class _Reads:
         return x
 
     def whole(self) -> Tensor:
-        """Return the whole input, for a function that is no linear layer."""
+        """Return the whole input, for a function that is not a linear layer."""
         if len(self.leaves) == 1:
             self.leaves.append(self.given.whole().requires_grad_(self.backward))
         return self.leaves[1]
@@ -498,7 +498,7 @@ class _Reads:
                     torch.addmm(bias.detach(), tile, weight.t(), out=into)
 
     def gradients(self, trained: Mapping[int, str]) -> dict[str, Tensor]:
-        """Add the gradient of the module's input; return those of weights and biases, by name."""
+        """Add to the gradient of the module's input, and return those of weights and biases, by name."""
         sums = dict[str, Tensor]()
         for span, tile in self.given.tiles():
             for weight, _, grad in self.found:
@@ -523,7 +523,7 @@ def _bias_of(name: str) -> str:
 
 
 class _StandIn(Uncomputed):
-    """Stands for the module's input. Linear layers of it are intercepted."""
+    """Stands for the module's input. Linear layers that read it call `_Reads.linear`."""
 
     reads: _Reads
 
@@ -534,7 +534,7 @@ class _StandIn(Uncomputed):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and isinstance(args[0], cls):
             x, weight, bias = (*args, None)[:3]
-            if weight.dtype == x.dtype and not casts(weight.device):
+            if weight.dtype == x.dtype and not is_autocast_on(weight.device):
                 return x.reads.linear(weight, bias)
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -12,7 +12,8 @@ Three details save more:
 - The output of a norm is not saved for the tiled MLP or linear layer that reads it: they recompute it from the norm's
   input, which is saved anyway (`InputSource`).
 - The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`).
-- The output of a norm whose readers go tile by tile, such as a tiled MLP, is never computed whole (`Uncomputed`).
+- The output of a norm whose readers run tile by tile (tiled MLPs, slices of heads) is never computed whole
+  (`Uncomputed`). The first forward finds these norms.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _CHECKED_TOKENS = 4
 
 
 class TiledExperts(Protocol):
-    """Experts of a tiled module that are on other ranks, if it has any: the ranks plan all tiles together."""
+    """Experts of a tiled module that may be on other ranks: the ranks plan all tiles together."""
 
     def routes(self, run: Callable[[Tensor], Any], tiles: Sequence[Tensor]) -> Sequence[Any]:
-        """Return where each tile's rows go, for the tile and its recomputation; collective. `run` computes a tile.
+        """Return where each tile's rows go, also in its recomputation. `run` computes a tile. Collective.
 
         There are more than `tiles` if another rank has more: the last tiles are empty.
         """
@@ -56,8 +57,8 @@ class TiledExperts(Protocol):
         """Send rows along one of `routes` in this context."""
         ...
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Keep no route for the recomputation in this context."""
+    def unsaved(self) -> contextlib.AbstractContextManager[None]:
+        """Save no route for a recomputation in this context."""
         ...
 
 
@@ -71,7 +72,7 @@ class Tiled:
         rows: returns the tokens of a tile from the number of tokens and whether they are on a CPU.
         draws: whether the module draws random numbers.
         cheap: whether its output is recomputed rather than saved, as a norm's.
-        experts: those of the module that may be on other ranks.
+        experts: the module's experts, which may be on other ranks.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Tiled:
         self.bare = BareModule(module)
         self.compute, self.trained = self.bare.forward, self.bare.trained
         self.checked, self.on = False, True
-        # Of a norm: whether all readers of its output go tile by tile, so that it is not computed; None: not known yet.
+        # Of a norm: whether all readers of its output run tile by tile, so it is not computed whole; None: not known.
         self.uncomputed: bool | None = None
         self.out_dtypes = dict[tuple[torch.dtype, bool], torch.dtype]()  # of outputs, by input and autocast
         self.saves_router_logits = False  # those of the routers within it, of all tokens, for the router loss
@@ -147,12 +148,12 @@ class Tiled:
                 return self.compute(hidden)
         self._check_independence(hidden)
         note_tile_reader(hidden)
-        return self._result(self._noted(_run_tiles(self, hidden, plan), hidden), hidden)
+        return self._result(self._mark_output(_run_tiles(self, hidden, plan), hidden), hidden)
 
-    def _noted(self, outs: Sequence[Tensor], hidden: Tensor) -> Sequence[Tensor]:
-        """Return a norm's output, known as such to its readers."""
+    def _mark_output(self, outs: Sequence[Tensor], hidden: Tensor) -> Sequence[Tensor]:
+        """Return `outs`, with the norm as an attribute if they are a norm's output: `note_tile_reader` reads it."""
         if self.cheap and outs[0].shape == hidden.shape:
-            self.out_dtypes[hidden.dtype, casts(hidden.device)] = outs[0].dtype
+            self.out_dtypes[hidden.dtype, is_autocast_on(hidden.device)] = outs[0].dtype
             setattr(outs[0], _NORM, self)
         return outs
 
@@ -180,7 +181,7 @@ class Tiled:
         if self.cheap and source is not None:
             setattr(outs[0], _NORM_INPUT, saved)
             if dtype is None:
-                self._noted(outs, hidden)
+                self._mark_output(outs, hidden)
             else:
                 outs[0].made_by = self
         return self._result(outs, hidden)
@@ -189,7 +190,7 @@ class Tiled:
         """Return the dtype of a norm's output that is not to be computed whole; None if it is."""
         if not self.uncomputed or has_forward_hooks(self.module) or self.count_tiles(hidden) == 1:
             return None
-        return self.out_dtypes.get((hidden.dtype, casts(hidden.device)))
+        return self.out_dtypes.get((hidden.dtype, is_autocast_on(hidden.device)))
 
     def _result(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
         """Return the module's own output, and show the logits of all tokens to each router's hooks."""
@@ -206,8 +207,8 @@ class Tiled:
         self.checked = True
         drawn = torch.randn(1, _CHECKED_TOKENS, *hidden.shape[2:], generator=torch.Generator().manual_seed(0))
         x, half = drawn.to(hidden.device, hidden.dtype), _CHECKED_TOKENS // 2
-        apart = contextlib.nullcontext() if self.experts is None else self.experts.apart()
-        with torch.no_grad(), apart:
+        unsaved = contextlib.nullcontext() if self.experts is None else self.experts.unsaved()
+        with torch.no_grad(), unsaved:
             all_outs, half_outs = (self.compute_with(tokens, {}) for tokens in (x, x[:, :half]))
         for a, b in zip(all_outs, half_outs, strict=True):
             a, b = _tokens_first(a, _CHECKED_TOKENS)[:half], _tokens_first(b, half)
@@ -294,13 +295,13 @@ _NORM = "longspan_norm"
 
 
 class Uncomputed(Tensor):
-    """Stands for a tensor that exists tile by tile: it has no memory. A function of torch gets the whole tensor."""
+    """Stand for a norm's output that exists only tile by tile. Functions of torch get the whole tensor."""
 
     made_by: Tiled  # the norm
 
     @classmethod
     def like(cls, x: Tensor, shape: torch.Size, dtype: torch.dtype, *, requires_grad: bool) -> Any:
-        """Return a stand-in on the device of `x`. Values that are read by mistake are not a number."""
+        """Return a stand-in on the device of `x`. Its values are NaN, so that reading them by mistake shows."""
         nothing = x.new_full((), float("nan"), dtype=dtype).expand(shape)
         return as_subclass(cls, nothing, requires_grad)
 
@@ -310,7 +311,7 @@ class Uncomputed(Tensor):
         return found
 
     def whole(self) -> Tensor:
-        """Compute the tensor. The norm computes its whole output from now on: it has a reader that needs it."""
+        """Compute the tensor. From now on the norm computes its whole output, because a reader needs it."""
         self.made_by.uncomputed = False
         found: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
         return found
@@ -331,7 +332,7 @@ class Uncomputed(Tensor):
 
 
 class _Whole(torch.autograd.Function):
-    """The output of a norm, computed late; its gradient is that of the stand-in."""
+    """Compute a norm's output after the norm has returned a stand-in, which gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Uncomputed) -> Tensor:
@@ -527,7 +528,7 @@ def _run_tiles(tiled: Tiled | _NormThenModule, hidden: Tensor, plan: TilePlan) -
     return outs
 
 
-def casts(device: torch.device) -> bool:
+def is_autocast_on(device: torch.device) -> bool:
     """Return whether autocast is on."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 

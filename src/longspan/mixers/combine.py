@@ -28,16 +28,16 @@ def state_before(summaries: Tensor, table: FragmentTable, run: int, V: int) -> T
     """Return the state `[B, H, K, V]` that enters a run, zero in rows where none does, in the dtype of the summaries.
 
     Args:
-        summaries: `[ranks * slots, B, H, K, W]`; without columns a state is passed on as it is.
+        summaries: `[ranks * slots, B, H, K, W]`; with W = V, without a transition, states are added.
         table: the runs.
-        run: one of them; after the last one, the state after all tokens.
+        run: its number; the number of runs: return the state after all tokens.
         V: value dim.
     """
     path = _path(table, run, False, summaries.device)
     if summaries.shape[-1] == V:
         return _sum(summaries, path)
     if not len(path.places):
-        return _none(summaries[..., :V])
+        return _zero_state(summaries[..., :V])
     added, transition = summaries.index_select(0, path.places).tensor_split([V], -1)
     if path.reaches is not None:
         added, transition = _where(path.reaches, added), _where(path.passes, transition)
@@ -49,16 +49,19 @@ def state_before(summaries: Tensor, table: FragmentTable, run: int, V: int) -> T
 
 
 def state_after(summaries: Tensor, table: FragmentTable, run: int) -> Tensor:
-    """Return the sum of the states of the run's last document in later runs, from the state of each one's first."""
+    """Return the sum of the states of later runs with tokens of the run's last document.
+
+    `summaries` are the states of each run's first fragment, `[ranks * slots, B, H, K, V]`.
+    """
     return _sum(summaries, _path(table, run, True, summaries.device))
 
 
 class _Path(NamedTuple):
-    """The runs that reach another one."""
+    """The runs whose states reach another run."""
 
-    places: Tensor  # in the summaries, `[N]`
-    reaches: Tensor | None  # rows in which a run reaches it, bool `[N, B]`; None: all
-    passes: Tensor  # and in which the state before it does, too
+    places: Tensor  # of their summaries, `[N]`
+    reaches: Tensor | None  # rows in which a run's state reaches the other run, bool `[N, B]`; None: all
+    passes: Tensor  # rows in which the state before the run does, too
     skipped: Tensor | None  # rows in which a run has no tokens; None: none
 
 
@@ -85,8 +88,8 @@ def _path(table: FragmentTable, run: int, later: bool, device: torch.device) -> 
 def tree_order(n: int) -> tuple[int, ...]:
     """Return runs 0 to n-1 in an order in which each level of the tree combines its first part with the rest.
 
-    Item i of the first part and item i of the rest are neighbours, and their results are in such an order again. If n
-    is odd, the last item of the first part stays alone.
+    Item i of the first part and item i of the rest are neighbouring runs, and the results of a level are again in such
+    an order. If n is odd, the last item of the first part has no partner.
     """
     if n < 2:
         return tuple(range(n))
@@ -98,13 +101,13 @@ def tree_order(n: int) -> tuple[int, ...]:
 
 def _sum(states: Tensor, path: _Path) -> Tensor:
     if not len(path.places):
-        return _none(states)
+        return _zero_state(states)
     chosen = states.index_select(0, path.places)
     chosen = chosen if path.reaches is None else _where(path.reaches, chosen)
     return chosen.sum(0, dtype=torch.float64).to(states.dtype)
 
 
-def _none(states: Tensor) -> Tensor:
+def _zero_state(states: Tensor) -> Tensor:
     return torch.zeros_like(states[0], memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""What tokens read of a state that decays by a factor per channel, state element and token: Mamba's correction.
+"""Mamba's correction: let each token read the state that entered, decayed by a factor per channel, element and token.
 
 Shape suffixes: B batch, T tokens, H channels, K state size.
 """

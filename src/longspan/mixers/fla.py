@@ -1,8 +1,8 @@
-"""Mixers of flash-linear-attention's kernels, of which no values are widened to learn a transition.
+"""Mixers that call flash-linear-attention's kernels without widening the values to compute a transition.
 
-Without a delta rule a transition is a factor, known from the decays. With it, the kernels for context parallelism
-exchange states themselves, as state passing does: one all-gather in the forward, and one of their gradients in the
-backward. They take one row, and contiguous or zigzag runs.
+Without a delta rule the transition is a factor that follows from the decays. With a delta rule, the kernels for context
+parallelism exchange states themselves, as state passing does: one all-gather in the forward, and one of the gradients
+in the backward. They take one row, in a contiguous or zigzag layout.
 
 Shape suffixes: B batch, T tokens, H value heads, K key dim, V value dim, D is K or 1.
 """
@@ -27,7 +27,7 @@ WIDEST_KEY = 256
 
 @dataclass(frozen=True)
 class DecayFunction:
-    """Linear attention without a delta rule, by a function as `ChunkFunction` takes."""
+    """Linear attention without a delta rule, by a function of the kind that `ChunkFunction` takes."""
 
     function: Callable[..., tuple[Tensor, Tensor]]
     causal: bool = True
@@ -61,7 +61,7 @@ class DecayFunction:
 
 @dataclass(frozen=True)
 class DeltaRuleFunction(ChunkFunction):
-    """The delta rule by its function, or over all ranks by `exchanging`, where that can."""
+    """The delta rule: by `exchanging` over all ranks where that is possible, else by a function and state passing."""
 
     # `f(q, k, v, g=, beta=, group=, ...)` returns my tokens' output; the other arguments are those of `cut_sequence`.
     exchanging: Callable[..., Tensor] | None = None
@@ -78,9 +78,9 @@ class DeltaRuleFunction(ChunkFunction):
 
 @functools.lru_cache(maxsize=8)
 def cut_sequence(table: FragmentTable, device: torch.device) -> dict[str, Any] | None:
-    """Return the arguments of `build_cp_context`; None for several rows, or runs in another order than its layouts'.
+    """Return the arguments of `build_cp_context`; None for several rows, or another layout than contiguous and zigzag.
 
-    Padding is a sequence of its own.
+    Padding is a separate sequence.
     """
     (first, *others), ranks = table.rows, len({rank for rank, _ in table.runs})
     fronts = tuple((rank, 0) for rank in range(ranks))

@@ -66,9 +66,9 @@ class FragmentTable:
     groups: tuple[RowGroup, ...]  # the fragments of this rank
 
     def earlier(self, run: int) -> list[range]:
-        """Return for each row the runs whose tokens reach the state before a run: of the document that enters it.
+        """Return for each row the earlier runs with tokens of the document that enters a run.
 
-        After the last run that is the row's last document.
+        For the number of runs, these are the runs of the row's last document.
         """
         rows = []
         for row in range(len(self.filled[0])):
@@ -94,12 +94,12 @@ class FragmentTable:
         return rows
 
     def place(self, run: int) -> int:
-        """Return where a run's summary is among those of all ranks, `[ranks * slots, ...]`."""
+        """Return the index of a run's summary among those of all ranks, `[ranks * slots, ...]`."""
         rank, slot = self.runs[run]
         return rank * self.slots + slot
 
     def rows_without_tokens(self) -> list[int]:
-        """Return the rows that are padding alone."""
+        """Return the rows that contain only padding."""
         return [row for row, filled in enumerate(zip(*self.filled, strict=True)) if not any(filled)]
 
     def stack_slots(self, of_runs: Mapping[tuple[int, int], Tensor], empty: Tensor) -> Tensor:

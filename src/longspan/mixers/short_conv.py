@@ -1,7 +1,7 @@
 """Short causal convolutions over a sharded sequence: the last `kernel - 1` tokens of the run before, by one all-gather.
 
-Where a run is shorter than that, the tokens that a convolution looks back at come from several runs. They are picked by
-one index, which is made once per batch.
+If a run is shorter than the kernel, the tokens before the next run come from several runs. One index, computed once per
+batch, selects them.
 
 Shape suffixes: B batch, T tokens, C channels, J slots, X = kernel - 1 tokens.
 """
@@ -154,10 +154,11 @@ def _tokens_before(
 
 @functools.lru_cache(maxsize=16)
 def _places(table: FragmentTable, size: int, last: bool, device: torch.device) -> Tensor:
-    """Return where the tokens before each of my runs are, `[slots, batch, size]`, with `last` also the last of all.
+    """Return the places of the `size` tokens before each of my runs, and with `last` of the row's last tokens.
 
-    Places are those of the tails of all runs, and behind these of the tokens before the first document, `[ranks * slots
-    + 1, batch, size]`. A place of tokens that a run does not read is arbitrary.
+    The result is `[slots, batch, size]`, or with `last` `[slots + 1, batch, size]`. Places are indices into the tails
+    of all runs, followed by the tokens before the first document: `[ranks * slots + 1, batch, size]`. A token that a
+    run does not read has an arbitrary place.
     """
     batch = len(table.filled[0])
     after_all = len(table.runs)
@@ -165,7 +166,7 @@ def _places(table: FragmentTable, size: int, last: bool, device: torch.device) -
     def row_before(run: int, row: int, reaching: range) -> list[int]:
         found: list[int] = []
         for other in reversed(reaching):
-            # A run that the document has entered may be shorter than what is missing; the others' tails are filled up.
+            # A run may be shorter than what is missing: runs before it have the rest. The first run's tail is padded.
             missing = size - len(found)
             tokens = missing if other == reaching.start else min(table.sizes[other][row], missing)
             end = (table.place(other) * batch + row + 1) * size

@@ -2,8 +2,8 @@
 
 PEFT's adapters and frozen weights are read, too. Sizes come from modules and weights; the config is asked for what no
 module states, such as the window of each layer. A new family needs a line only where its sizes have other names. A new
-kind of token mixing is a `TokenMixing` of `plan/layers/`, returned by `_mixing`; one of visible keys is an
-`AttendedKeys`, returned by `_attended_keys`.
+kind of token mixing is a `TokenMixing` of `plan/layers/`, returned by `_mixing`; a new rule for which keys are visible
+is an `AttendedKeys`, returned by `_attended_keys`.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _attention(attention: Any, config: Any, index: int) -> Softmax:
 
 
 def _sliceable(attention: Any, config: Any) -> bool:
-    """Return whether `longspan.memory.head_slices` slices the heads: planned by transformers, norms per head."""
+    """Return whether `longspan.memory.head_slices` can slice the heads: it has a tensor plan, and norms per head."""
     dim = getattr(attention, "head_dim", None)
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     per_head = all(p.shape[0] == dim for norm in norms if norm is not None for p in norm.parameters())

@@ -125,7 +125,7 @@ _RANGES = {
 
 
 COMMUNICATOR_BYTES, ALL_TO_ALL_BYTES = 0.7e9, 0.47e9
-"""Of an NCCL communicator, and of its all-to-all for each other GPU of the node.
+"""Bytes of an NCCL communicator, and of its all-to-all for each other GPU of the node.
 
 From github.com/NVIDIA/nccl/issues/964 (A100: 0.54 GB with 2 ranks, 0.69 GB with more) and 1685 (8 H100: 3.3 GB).
 """

@@ -38,15 +38,15 @@ class Job:
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
         parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1.
         memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled` and
-            `cpu_offload` has an effect.
+            `cpu_offload` have an effect.
         cache: how the KV cache of `prefill` and `decode` is stored.
         documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
             those of whole sequences.
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
             stay in the cache, and queries are sent. None: the whole prompt in one forward.
         pictures: images and video of each sequence, for a model with a vision tower; they come first in the sequence.
-        elastic: whether batches may be elastic, so that NCCL holds buffers for groups of all widths.
-        fused: whether linear attention runs by flash-linear-attention's kernels, or in plain torch.
+        elastic: whether batches are elastic, so that NCCL holds buffers for groups of all widths.
+        fused: whether linear attention runs by flash-linear-attention's kernels; otherwise in plain torch.
     """
 
     context: int

@@ -1,9 +1,9 @@
 """Memory options that fit: the fastest combination on a mesh, the longest context, and suggestions if nothing fits.
 
 `longspan.parallelize(memory="auto")` calls `choose_memory` for each batch larger than all before, and `longspan train`
-with `memory: auto` once for the run's context (train/resolve.py): before ranks start, and on every rank, which compare
-the result; the model then has these options, and chooses no more. The search covers up to 48 combinations;
-`head_slices` is 1 or 0 (automatic). For more than 1,024 GPUs it covers eight.
+with `memory: auto` once, for the run's context (train/resolve.py): before the ranks start, and again on every rank; the
+ranks compare the results. The search covers up to 48 combinations; `head_slices` is 1 or 0 (automatic). For more than
+1,024 GPUs it covers eight.
 """
 
 from __future__ import annotations

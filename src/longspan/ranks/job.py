@@ -38,7 +38,7 @@ HOST_TIMEOUT_S = 2 * 3600
 
 
 class JobRank(NamedTuple):
-    """A rank, its place in its job; `local_world_size` is 0 if unknown."""
+    """The place of a rank in its job; `local_world_size` is 0 if unknown."""
 
     rank: int
     world_size: int

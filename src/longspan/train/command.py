@@ -129,7 +129,7 @@ def _facts(opened: _Opened) -> dict[str, Any]:
 
 
 def train(argv: list[str]) -> None:
-    """Join the job, and train on one rank: what `launch` runs in each process. Collective."""
+    """Join the job, and train on one rank; `launch` runs this in each process. Collective."""
     settings = read(argv)
     ours = settings.ours
     with launch.joined(ours.timeouts.timeout, ours.timeouts.start_timeout) as watch:

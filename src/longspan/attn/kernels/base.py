@@ -76,7 +76,8 @@ class KernelRequest:
     dtype: torch.dtype = torch.float32  # of q, k and v
     head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
     lse: bool = False  # whether the log-sum-exp is needed even without a ring, because the method saves it
-    tokens: tuple[int, int] | None = None  # rows, and tokens of the whole sequence; None: of no batch yet, or a cache's
+    # Rows, and tokens of the whole sequence; None before there is a batch, and for attention to a KV cache.
+    tokens: tuple[int, int] | None = None
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ class Blocks:
     def parts(self) -> tuple[tuple[BlockRegion, ...], ...]:
         """Return the mask's regions within each block; none if nothing attends to the block.
 
-        Kernels compute these alone: "tiled" cuts them into tiles, and "flash" calls one kernel with a window's limits.
+        Kernels compute only these: "tiled" cuts them into tiles, and "flash" calls one kernel with a window's limits.
         `pairs_of_blocks` in `attn/prepare.py`, which decides what is sent, intersects the same regions and spans.
         """
         out: list[list[BlockRegion]] = [[] for _ in range(self.count)]

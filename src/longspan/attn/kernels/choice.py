@@ -31,11 +31,12 @@ AnyKernel = str | Kernel
 """A name, or a custom kernel (`BlockKernel`, `longspan.kernel_with_lse`)."""
 
 CUDNN_LENGTHS, ANY_LENGTH_FROM = 8, 32_768
-"""cuDNN builds a plan for every length of a batch that it has not seen, which keeps the host busy for about 30 ms
-(transformers' decoding in benchmarks/reports/2026-11-26-gpu.md), and in the backward again. Flash attention builds none
-and takes 1.7 times as long: for 32 heads of 128 on one of 8 ranks, 5 ms more in a layer of 32,768 tokens, and 0.3 ms in
-one of 8,192. So "auto" takes cuDNN for sequences from `ANY_LENGTH_FROM` tokens on, and for the first `CUDNN_LENGTHS`
-shorter lengths of a process: a batch of one of these lengths, or a recomputation, finds its plan; others take flash.
+"""When "auto" takes cuDNN: for sequences of at least `ANY_LENGTH_FROM` tokens, and for the first `CUDNN_LENGTHS`
+shorter lengths of a process. Other lengths take flash attention.
+
+cuDNN builds a plan for each new length of a batch. That keeps the host busy for about 30 ms (transformers' decoding in
+benchmarks/reports/2026-11-26-gpu.md), and again in the backward. Flash attention builds no plan, but takes 1.7 times as
+long: with 32 heads of 128 on one of 8 ranks, 5 ms more in a layer of 32,768 tokens, and 0.3 ms in one of 8,192.
 """
 _cudnn_lengths: set[tuple[int, int]] = set()
 
@@ -164,7 +165,7 @@ def candidates(request: KernelRequest) -> tuple[Kernel, ...]:
 
 
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether the GPU is a Hopper or Blackwell; FlashAttention-2 was written for older ones. torch's sdpa agrees."""
+    """Return whether cuDNN comes first, as in torch's sdpa: on GPUs that FlashAttention-2 was not written for."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
@@ -177,13 +178,13 @@ def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
         return "flex cannot be compiled: it needs a GPU and Triton"
     runs_cudnn = kernel in (CUDNN, SDPA) and _prefers_cudnn(request.device) and refusal(CUDNN, request) is None
     if runs_cudnn and not _keeps_cudnn(request.tokens):
-        return f"{kernel.name} would build cuDNN's plan for one more length"
+        return f"{kernel.name} would let cuDNN build a plan for one more length"
     refused = refusal(kernel, request)
     return None if refused is None else refused.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
 
 
 def _keeps_cudnn(tokens: tuple[int, int] | None) -> bool:
-    """Whether cuDNN's plan for batches of these rows and tokens is worth its time."""
+    """Return whether cuDNN's plan for batches of these rows and tokens is worth its time."""
     if tokens is None or tokens[1] >= ANY_LENGTH_FROM or torch.compiler.is_compiling():
         return True
     if len(_cudnn_lengths) < CUDNN_LENGTHS:

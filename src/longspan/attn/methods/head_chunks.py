@@ -77,8 +77,8 @@ class ChunkedUlysses:
         """Return the attention of the local queries, exactly: `[B, L, H, V]`. Keys may belong to another sequence.
 
         With `recompute_all_to_all`, `saved_attentions` saves output and log-sum-exp instead of autograd. When the layer
-        is recomputed, they are loaded, and nothing is computed or sent. Without, it saves the output of my heads: when
-        the layer is recomputed, all-to-alls run again, but no ring and no kernel.
+        is recomputed, they are loaded, and nothing is computed or sent. Without `recompute_all_to_all`, it saves my
+        heads' outputs: when the layer is recomputed, the all-to-alls run again, but no ring and no kernel.
         """
         # With frozen inputs, too: the layer may be recomputed for its MLP.
         saves = torch.is_grad_enabled() or (saved_attentions is not None and saved_attentions.recomputing)
@@ -192,8 +192,8 @@ def _forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the local output `[B, L, H, V]` and each chunk's log-sum-exp [B, h, S].
 
-    Append to `received`; to `results` each chunk's output of my heads and log-sum-exp, which `computed` are if they are
-    known.
+    `received` and `results` are lists to append to: what each chunk received, and its output of my heads and
+    log-sum-exp. `computed`: the results of an earlier call, in the order of the chunks, which are not computed again.
     """
     out = _LocalTensor("q", (*q.shape[:3], v.shape[3]), q.dtype, q.device)
     lses, kv = list[Tensor](), list[Tensor]()

@@ -1,8 +1,8 @@
 """Read a batch on the host: masks, documents, positions, trees and grids decide what is computed and sent.
 
-A batch on the host stays there until it is cut, so only my tokens, and the pictures that I encode, move to the GPU. Of
-a batch on a GPU what must be read is copied at once: the host waits for the GPU one time per forward, and not for each
-value. A batch of ids and labels alone is not read.
+A batch on the host stays there until it is cut, so only my tokens, and the pictures that I encode, move to the GPU. If
+the batch is on a GPU, one copy brings all that must be read to the host: the host waits once per forward, not once per
+value. A batch that contains only ids and labels is not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ = _TOKENS | {
 
 
 def read_on_host(batch: Mapping[str, Any], *, ids: bool = False) -> dict[str, Tensor]:
-    """Return the entries of a batch on a GPU that must be read, by one copy to the host; none that are there already.
+    """Copy the entries of a batch that must be read from a GPU to the host, together; leave out those on the host.
 
     `ids`: whether the ids of tokens must be read, too.
     """
@@ -56,7 +56,7 @@ class OnHost:
 
 def hide_from_fsdp(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward with what is read or cut on the host as `OnHost`."""
-    names = _READ | {*PIXEL_KEYS}  # of which every tower casts pixels itself, as FSDP would
+    names = _READ | {*PIXEL_KEYS}  # FSDP would cast pixels, but every tower does so itself
     return {
         key: OnHost(x) if key in names and isinstance(x, Tensor) and x.device.type == "cpu" else x
         for key, x in inputs.items()

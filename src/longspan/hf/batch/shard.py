@@ -198,9 +198,9 @@ def read_batch(
 ) -> tuple[dict[str, Any], SequenceInfo]:
     """Check a batch that the ranks of `sp` share, and return it whole, with its facts: in `ShardBatch.check`.
 
-    What `read_on_host` returns is in the batch. Its `labels` and `loss_weights` are shifted, and the marks that the
-    facts contain left out. `own_positions` are ids that the model computes itself if the batch has none; they mark no
-    documents.
+    The batch must contain what `read_on_host` returns. In the result `labels` and `loss_weights` are shifted, and the
+    marks that the facts contain are left out. `own_positions` are ids that the model computes itself if the batch has
+    none; they mark no documents.
     """
     rows, n = _batch_shape(batch)
     _check_lengths(batch, rows, n)

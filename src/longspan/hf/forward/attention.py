@@ -61,7 +61,7 @@ class LayerBinding:
     name: str  # of the module
     kernel: AnyKernel
     memory: Memory = FASTEST
-    # While a checkpointed layer or a slice of heads runs: what it saves of its attention.
+    # Saves the attention of the checkpointed layer or the slice of heads that runs now.
     layer_call: SavedAttentions | None = None
     choice: Choice | None = None  # the kernel of the last forward
     latents: LatentLayer | None = None  # captures the latent vectors of DeepSeek's attention
@@ -192,7 +192,7 @@ def _plan(
     layer: LayerBinding, request: MaskRequest, info: SequenceInfo, shapes: Shapes, scores: Scores
 ) -> AttentionPlan:
     """Return the attention plan of this batch for layers of this kind, prepared by the first of them."""
-    # A slice saves its output of my heads.
+    # A slice saves the output of its heads on this rank, after the all-to-all: the plan never recomputes it.
     recomputes, sliced = layer.memory.recompute_all_to_all, isinstance(layer.layer_call, SliceCall)
     key = request, shapes, scores.kind, sliced
     plan = info.prepared.get(key)

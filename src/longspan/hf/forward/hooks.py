@@ -217,7 +217,7 @@ class ForwardHooks:
 
     @not_compiled
     def keep_on_host(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before FSDP's hooks, which move a batch to the GPU: `before` would copy it back to read it."""
+        """Hide a batch on the host from FSDP's hooks, which would move it to the GPU: `before` reads it on the host."""
         if self.sp.device.type == "cpu" or take_cache(dict(kwargs)) is not None:
             return None
         return args, hide_from_fsdp(kwargs)

@@ -65,15 +65,15 @@ class AttentionRules:
     Args:
         model: nothing in it is changed.
         size: number of parts.
-        option: the option that asks for the parts, and `without`: what to use instead, for errors.
+        option, without: for errors: the option that asks for the parts, and what to use instead.
 
     Attributes:
         of_parameters: the rule of every weight, by name.
-        regions: kinds of the modules that are planned, by name: here "attention".
-        norms: norms over the queries or keys of all heads, with the entries of each part.
-        heads: those of each part.
+        regions: the kind of each planned module, by name: here "attention".
+        norms: the entries of each part, for norms over the queries or keys of all heads.
+        heads: the heads of each part.
         fused: layers with a fused projection, which must know the heads of a part.
-        styles: of every module that the plan names.
+        styles: the style of every module that the plan names.
     """
 
     def __init__(self, model: PreTrainedModel, size: int, option: str, without: str) -> None:
@@ -253,10 +253,10 @@ class AttentionRules:
                 )
 
     def refuse(self, why: str) -> NoReturn:
-        raise LongspanError(f"`{self.option}` cannot shard {self.name}: {why}; use `{self.without}`")
+        raise LongspanError(f"`{self.option}` cannot split {self.name}: {why}; use `{self.without}`")
 
     def refuse_size(self, what: str, count: int, even: bool = True) -> NoReturn:
-        self.refuse(f"it has {count} {what}")
+        self.refuse(f"it has only {count} {what}")
 
 
 def concatenated(every: list[Parts]) -> Parts:

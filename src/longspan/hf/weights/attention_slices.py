@@ -15,7 +15,7 @@ from longspan.memory.head_slices import HeadCut
 
 
 class AttentionSlices(AttentionRules):
-    """The rules of attention's weights in `count` slices of heads, where `asked` were asked for.
+    """The rules of attention's weights in `count` slices of heads. `asked`: `Memory.head_slices`, for errors.
 
     Raises:
         LongspanError: for attention that cannot be sliced.

@@ -44,13 +44,13 @@ from longspan.memory.checkpointing import EXPERTS, LayerCall
 
 @dataclass(frozen=True)
 class Route:
-    """Where the rows of one call of the experts go.
+    """Which rows of one call of the experts go to which rank.
 
     Attributes:
-        slots: of each row, by `ExpertLayout.slots`; `ExpertParallel.nowhere` of rows without an expert.
+        slots: the slot of each row (`ExpertLayout.slots`); `ExpertParallel.nowhere` for a row without an expert.
         send, receive: rows to each rank, and from each rank.
         received: `[ranks, held]`, the rows from each rank for each expert of this rank.
-        most: rows of the expert of this rank that receives most.
+        most: rows of this rank's fullest expert.
     """
 
     slots: Tensor
@@ -97,7 +97,7 @@ class ExpertParallel:
         return compute() if self.layer_call is None else self.layer_call.once(compute)
 
     def slots_of(self, run: Callable[[Tensor], Any], tile: Tensor) -> Tensor:
-        """Return the slots of the rows with which `run(tile)` calls the experts; stop it there."""
+        """Run `run(tile)` up to its call of the experts, and return the slots of that call's rows."""
         self.recording = True
         try:
             with torch.no_grad():
@@ -106,14 +106,16 @@ class ExpertParallel:
             return stopped.slots
         finally:
             self.recording = False
-        raise LongspanError(f"{type(self.module).__name__} was not called; use tiled=False")
+        raise LongspanError(
+            f"an MLP did not call its {type(self.module).__name__}, so it cannot run in tiles; use tiled=False"
+        )
 
     def _stop_here(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         if self.recording:
             raise _Stopped(self._slots(*args))
 
     def _slots(self, rows: Tensor, index_NK: Tensor | None = None, *_: Any) -> Tensor:
-        """Return the slot of each row as a small integer: a backward may need it."""
+        """Return the slot of each row, in a small integer dtype: it may be saved until the backward."""
         if index_NK is None:
             numbers = torch.arange(len(rows), device=rows.device)
             slots = self.layout.slots(numbers // max(1, len(rows) // self.layout.experts))
@@ -126,8 +128,8 @@ class ExpertParallel:
     def exchange(self, slots: Sequence[Tensor], most: int = 1) -> list[Route]:
         """Return the routes of this rank's next calls; the ranks send each other the numbers of rows. Collective.
 
-        One all-to-all, then one wait of the host: gloo and NCCL must be told how many rows to receive. A rank has at
-        most `most` calls, and adds calls without rows if another rank has more.
+        One all-to-all, then one wait of the host: gloo and NCCL must be told how many rows to receive. `slots` are
+        those of each call, for at most `most` calls. If another rank has more calls, this one adds calls without rows.
         """
         size, held, device = self.group.size, self.layout.held, slots[0].device
         counts = torch.full((size, most, held), -1, device=device)  # -1: no such call
@@ -198,7 +200,7 @@ class ExpertParallel:
 
 
 class _Stopped(Exception):
-    """Ends a run in front of the experts, whose rows have these slots."""
+    """End a run of an MLP before its experts compute; `slots` are those of their rows."""
 
     def __init__(self, slots: Tensor) -> None:
         super().__init__()
@@ -206,11 +208,11 @@ class _Stopped(Exception):
 
 
 class ExpertTiles:
-    """Plans the tiles of an MLP, if its experts are on several ranks: see `longspan.memory.tiles.TiledExperts`.
+    """Plan the tiles of an MLP whose experts may be on several ranks: implements `longspan.memory.tiles.TiledExperts`.
 
-    The MLP first runs for all tiles up to its experts, so that the ranks tell each other the rows of all tiles at once.
-    Ranks of other replicas may have other numbers of tokens, so of tiles: at most `most`. An MLP that `draws` random
-    numbers would draw others: each of its tiles is exchanged by itself.
+    The MLP first runs for all tiles up to its experts, so that one all-to-all sends the numbers of rows of all tiles.
+    Ranks of other replicas may have more or fewer tokens, and so tiles: at most `most`. If the MLP `draws` random
+    numbers, its second run would draw others, so each tile sends its numbers by itself.
     """
 
     def __init__(self, mlp: nn.Module, most: int, *, draws: bool) -> None:
@@ -246,7 +248,7 @@ class ExpertTiles:
             experts.route = None
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def unsaved(self) -> Iterator[None]:
         calls = [experts.layer_call for experts in self.experts]
         for experts in self.experts:
             experts.layer_call = None
@@ -258,7 +260,7 @@ class ExpertTiles:
 
     @contextlib.contextmanager
     def _without_shared(self) -> Iterator[None]:
-        """Do not compute the experts that all tokens share: some families run them first."""
+        """Skip the experts that all tokens share: some families compute them before the others."""
         shared = {name: child for name, child in self.mlp.named_children() if name.startswith("shared_expert")}
         for name in shared:
             setattr(self.mlp, name, nn.Identity())

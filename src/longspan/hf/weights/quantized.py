@@ -154,7 +154,7 @@ def dequantize(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def values_of(layer: Any, dtype: torch.dtype, packed: Tensor | None = None) -> Tensor:
-    """Return the values of a layer's 4-bit weight, `packed` if given, as the layer multiplies by them."""
+    """Return a layer's 4-bit weight, or `packed` in its format, as the values that the layer multiplies by."""
     from bitsandbytes.functional import dequantize_4bit
 
     scales = copy.copy(layer.quant_state)

@@ -1,6 +1,6 @@
 """Plan tensor parallelism: how each weight of a Hugging Face model is sharded over the `tensor` axis.
 
-Attention as `longspan.hf.weights.attention_rules` says; the first matmuls of an MLP are sharded by columns, the last by
+`longspan.hf.weights.attention_rules` plans attention. The first matmuls of an MLP are sharded by columns, the last by
 rows, embedding and head by the vocabulary, experts one by one.
 """
 

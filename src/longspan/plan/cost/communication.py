@@ -166,8 +166,8 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
 def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     """Return the traffic of a layer's experts and one micro-batch, forward and backward; of a prompt, all its chunks.
 
-    First the ranks send each other, in int64, how many tokens of each tile go to each expert; recomputations need no
-    more numbers.
+    First the ranks send each other, in int64, how many tokens of each tile go to each expert; recomputations reuse
+    these numbers.
     """
     if c.experts == 1 or not layer.mlp.experts:
         return []

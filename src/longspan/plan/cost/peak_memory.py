@@ -67,7 +67,7 @@ def peak_memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) 
 
 
 def _communicators(c: CostContext, hardware: Hardware) -> float:
-    """Return the bytes of NCCL for the narrower groups of elastic batches."""
+    """Return the bytes that NCCL needs for the narrower groups of elastic batches."""
     if hardware.on_cpu or not c.job.elastic:
         return 0.0
     groups = groups_of_widths(c.mesh)

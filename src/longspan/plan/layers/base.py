@@ -215,7 +215,7 @@ class TokenMixing:
         return SavedActivations()
 
     def slices(self, c: CostContext) -> tuple[TokenMixing, ...]:
-        """Return the slices of heads that run one after the other in training (`Memory.head_slices`)."""
+        """Return the slices of heads that run one after another in training (`Memory.head_slices`)."""
         return (self,)
 
     def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:

@@ -24,9 +24,9 @@ PLAIN = {
     ("head", True): ((7, 4, 6, 3, 2), (0, 3, 3, 0, 3)),
     ("key", True): ((71, 4, 2, 3, 2), (17, 1, 1, 1, 0)),
 }
-"""What plain torch saves, and what its backward holds besides, by decays and whether there is a delta rule.
+"""What plain torch saves, and what its backward holds besides, by (kind of decays, whether there is a delta rule).
 
-In fp32 elements of one value head and token, as multiples of K, V, C, K * V / C and K * K / C.
+In fp32 elements per value head and token, as multiples of K, V, C, K * V / C and K * K / C; C is `PLAIN_CHUNK`.
 """
 
 STATES = "states of recurrent layers"
@@ -43,7 +43,7 @@ class Linear(TokenMixing):
     chunk: int = 64  # tokens that its algorithm computes together
     channels: int = 0  # of its short convolution; 0 for none
     kernel: int = 1  # tokens that one result of the convolution depends on
-    # Of linear attention that `longspan.mixers` computes: "head" or "key" (one per key dim); "" for other functions.
+    # Decays of linear attention that `longspan.mixers` computes: one per "head", or per "key" dim; "": other layers.
     decays: str = ""
 
     @property
@@ -147,7 +147,8 @@ class Linear(TokenMixing):
     def backward_buffers(self, c: CostContext) -> Buffers:
         """Return the gradients of the states of all runs, which the reduce-scatter sums, and a workspace.
 
-        It is the fp64 tree that makes these gradients (`longspan.mixers.combine`), or plain torch's.
+        The workspace is the fp64 tree that computes these gradients (`longspan.mixers.combine`), or plain torch's if
+        that is larger.
         """
         plain = c.tokens * self._in_plain_torch(c)[1]
         if c.mesh.sequence_ranks == 1:

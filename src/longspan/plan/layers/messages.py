@@ -89,7 +89,7 @@ def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[ChunkHeads, ...], m
     all_packed, all_out, _ = _row_bytes(of_ranks, q_bytes, v_bytes)
     packed, out, packed_gradient = _row_bytes((mine,), q_bytes, v_bytes)
     forwards, backwards = c.job.attention_passes
-    # The backward of a slice recomputes both; the layer's recomputation by a selective checkpoint the second.
+    # The backward of a slice repeats both all-to-alls, and a selective checkpoint's recomputation the second one.
     of_q, of_o = forwards, forwards
     if layer.is_slice and backwards:
         of_q, of_o = forwards + 1, forwards + 1 + c.job.memory.recompute_all_to_all

@@ -273,11 +273,11 @@ class Softmax(TokenMixing):
         return Buffers(0, d_out + max(computing, *((sending, returning) if all_to_all else ())))
 
     def _of_slices(self, parts: tuple[Softmax, ...], c: CostContext) -> Buffers:
-        """Return the peak buffers of the widest slice, as the second: the gradient of the layer's normed input exists
-        from the end of the first slice on, in which the first slice's output is freed.
+        """Return the peak buffers of the widest slice, as if it ran second.
 
-        A slice holds what its all-to-all received until its own gradients are packed (on a ring, q alone: the own block
-        of K and V is packed first), and its output's gradient.
+        From the second slice on, the gradient of the layer's normed input exists, and the first slice's saved output is
+        freed. A slice holds its output's gradient, and what its all-to-all received until its own gradients are packed
+        (on a ring only q: the rank's block of K and V is packed first).
         """
         part = max(parts, key=lambda each: each.max_heads(c.mesh).q)
         heads, mine, u = part.max_heads(c.mesh), part.local_heads(c.mesh), c.mesh.ulysses
@@ -297,13 +297,12 @@ class Softmax(TokenMixing):
         block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
         # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
         sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
-        packed = (
-            block if self._recomputes_all_to_all(c) or self.is_slice else 0
-        )  # the rank's own block, which otherwise is saved so
+        # The rank's own block; without a recomputation it is saved in packed form.
+        packed = block if self._recomputes_all_to_all(c) or self.is_slice else 0
         blocks, gradients = self._in_flight(c)
         # First and last half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
         own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2
-        if heads.q_heads == 1:  # all at once, without copies
+        if heads.q_heads == 1:  # the kernel computes it in one call, without copies
             own = tokens * c.b * (heads.q + heads.kv) + self._kernel_backward(c)
         keys = 1.0 if c.job.documents else self.ring_schedule(c).keys
         arriving, leaving = max(1, blocks // 2) * block, max(2, gradients) * gradient
