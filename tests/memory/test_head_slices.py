@@ -95,6 +95,42 @@ def test_norms_that_are_read_tile_by_tile_compute_nothing(family: str, monkeypat
             torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-6, atol=limit)
 
 
+def _double(_: Any, args: tuple[Tensor]) -> None:
+    args[0].mul_(2)
+
+
+def _hook(_: Any, args: tuple[Tensor]) -> None:
+    if args[0].requires_grad:
+        args[0].register_hook(lambda gradient: 2 * gradient)
+
+
+@pytest.mark.parametrize("hook", [_double, _hook])
+def test_hooks_may_change_a_norm_that_computes_nothing(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the steps in which the norm learns of its readers, too."""
+    monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))
+    plain = build("Llama", num_hidden_layers=1).double().train()
+    model = longspan.parallelize(copy.deepcopy(plain), ONE_DEVICE, memory=Memory(checkpointing="full", tiled=True))
+    for each in (plain, model):
+        each.model.layers[0].mlp.register_forward_pre_hook(hook)
+        for _ in range(3):
+            each(**batch(rows=2)).loss.backward()
+    for name, gradient in gradients(plain).items():
+        limit = 1e-6 * float(gradient.abs().max())
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-6, atol=limit)
+
+
+def test_norms_forget_their_readers_with_other_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))
+    model = longspan.parallelize(build("Llama", **EIGHT), ONE_DEVICE, memory=LONGEST).train()
+    found = []
+    for memory in (LONGEST, Memory(tiled=True), LONGEST):
+        model.longspan_state.memory.set(memory, None, "the test asks for it")
+        for _ in range(2):
+            model(**batch(rows=2)).loss.backward()
+        found.append(model.longspan_state.memory.norms[0].uncomputed)
+    assert found == [True, False, True]
+
+
 def _gradients(model: Any, memory: Memory, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     longspan.parallelize(model, ONE_DEVICE, memory=memory).train()
     model(**(inputs or batch(rows=2))).loss.backward()

@@ -238,6 +238,8 @@ class MemoryManager(Stage):
         for act in self.activations:
             act.on = not memory.tiled
         self._slice_heads(memory.head_slices)
+        for norm in self.norms:
+            norm.uncomputed = norm.uncomputed or None  # with other options it has other readers
         for block in self.modules.tower:
             set_checkpointing(block, on=memory.checkpointing != "none")
         self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.checkpointing == "grouped")

@@ -30,7 +30,15 @@ from torch import Tensor, nn
 from longspan.comm.tensor import BareModule, Rule
 from longspan.compat.torch_api import flatten_tree, not_compiled, without_torch_function
 from longspan.core.errors import LongspanError
-from longspan.memory.tiles import ForwardState, InputSource, Uncomputed, is_autocast_on, note_tile_reader, tiles_of
+from longspan.memory.tiles import (
+    ForwardState,
+    InputSource,
+    Uncomputed,
+    is_autocast_on,
+    note_tile_reader,
+    or_computed,
+    tiles_of,
+)
 
 
 class Attention(Protocol):
@@ -114,7 +122,10 @@ class SlicedAttention:
                 f"run in slices of its heads; use head_slices=1"
             )
         more = (args[1:], kwargs) if args else ((), {k: x for k, x in kwargs.items() if k != name})
+        hidden = or_computed(hidden)
         source = InputSource.of(hidden) if torch.is_grad_enabled() else None
+        if source is None and isinstance(hidden, Uncomputed):  # made by a norm of a norm's output
+            hidden = hidden.whole()
         note_tile_reader(hidden)
         saves = self.attention.saves_lse and torch.is_grad_enabled()
         call = _Call(self, cut, more[0], more[1], named=not args, saves=saves)

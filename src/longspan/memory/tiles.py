@@ -159,6 +159,7 @@ class Tiled:
 
     def _forward_with_grad(self, hidden: Tensor) -> Any:
         self._check_independence(hidden)
+        hidden = or_computed(hidden)
         parameters = self.trained()
         if not hidden.requires_grad and not parameters:
             return self.compute(hidden)
@@ -298,6 +299,7 @@ class Uncomputed(Tensor):
     """Stand for a norm's output that exists only tile by tile. Functions of torch get the whole tensor."""
 
     made_by: Tiled  # the norm
+    computed: Tensor | None = None  # the whole tensor, if a function got it
 
     @classmethod
     def like(cls, x: Tensor, shape: torch.Size, dtype: torch.dtype, *, requires_grad: bool) -> Any:
@@ -312,9 +314,12 @@ class Uncomputed(Tensor):
 
     def whole(self) -> Tensor:
         """Compute the tensor. From now on the norm computes its whole output, because a reader needs it."""
-        self.made_by.uncomputed = False
-        found: Tensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
-        return found
+        if self.computed is None:
+            self.made_by.uncomputed = False
+            with torch.enable_grad():  # later readers may need its gradient
+                self.computed = _Whole.apply(self)  # type: ignore[no-untyped-call]
+        assert self.computed is not None
+        return self.computed
 
     def compute(self) -> Tensor:
         """Return the values of `whole`."""
@@ -343,6 +348,12 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def or_computed(x: Tensor) -> Tensor:
+    """Return `x`, or the whole tensor that it stands for if a function got it: it may have been changed or hooked."""
+    computed = x.computed if isinstance(x, Uncomputed) else None
+    return x if computed is None else computed
 
 
 def note_tile_reader(x: Tensor) -> None:
