@@ -104,7 +104,12 @@ def _hook(_: Any, args: tuple[Tensor]) -> None:
         args[0].register_hook(lambda gradient: 2 * gradient)
 
 
-@pytest.mark.parametrize("hook", [_double, _hook])
+def _double_without_gradient(_: Any, args: tuple[Tensor]) -> None:
+    with torch.no_grad():
+        args[0].mul_(2)
+
+
+@pytest.mark.parametrize("hook", [_double, _double_without_gradient, _hook])
 def test_hooks_may_change_a_norm_that_computes_nothing(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the steps in which the norm learns of its readers, too."""
     monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))

@@ -34,6 +34,7 @@ from longspan.compat.torch_api import (
     flatten_tree,
     has_forward_hooks,
     not_compiled,
+    version_of,
     waits_for_gradient,
     without_torch_function,
 )
@@ -92,7 +93,7 @@ class Tiled:
         self.checked, self.on = False, True
         # Of a norm: whether all readers of its output run tile by tile, so it is not computed whole; None: not known.
         self.uncomputed: bool | None = None
-        self.out_dtypes = dict[tuple[torch.dtype, bool], torch.dtype]()  # of outputs, by input and autocast
+        self.out_dtypes = dict[Any, torch.dtype]()  # of a norm's output, by what decides it (`_dtypes`)
         self.saves_router_logits = False  # those of the routers within it, of all tokens, for the router loss
         self.routers = [
             TiledRouter(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
@@ -153,7 +154,7 @@ class Tiled:
     def _mark_output(self, outs: Sequence[Tensor], hidden: Tensor) -> Sequence[Tensor]:
         """Return `outs`, with the norm as an attribute if they are a norm's output: `note_tile_reader` reads it."""
         if self.cheap and outs[0].shape == hidden.shape:
-            self.out_dtypes[hidden.dtype, is_autocast_on(hidden.device)] = outs[0].dtype
+            self.out_dtypes[self._dtypes(hidden)] = outs[0].dtype
             setattr(outs[0], _NORM, self)
         return outs
 
@@ -191,7 +192,13 @@ class Tiled:
         """Return the dtype of a norm's output that is not to be computed whole; None if it is."""
         if not self.uncomputed or has_forward_hooks(self.module) or self.count_tiles(hidden) == 1:
             return None
-        return self.out_dtypes.get((hidden.dtype, is_autocast_on(hidden.device)))
+        return self.out_dtypes.get(self._dtypes(hidden))
+
+    def _dtypes(self, hidden: Tensor) -> tuple[Any, ...]:
+        """Return the dtypes of input, weights and autocast."""
+        device = hidden.device
+        autocast = torch.get_autocast_dtype(device.type) if is_autocast_on(device) else None
+        return hidden.dtype, autocast, *(p.dtype for p in self.module.parameters())
 
     def _result(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
         """Return the module's own output, and show the logits of all tokens to each router's hooks."""
@@ -342,8 +349,9 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Uncomputed) -> Tensor:
         node: Any = x.grad_fn
-        ctx.tiled, ctx.source = node.tiled, node.source  # for `InputSource.of`
-        return x.compute()
+        out = x.compute()
+        ctx.tiled, ctx.source, ctx.version = node.tiled, node.source, version_of(out)  # for `InputSource.of`
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -398,10 +406,13 @@ class InputSource:
     @classmethod
     def of(cls, x: Tensor) -> InputSource | None:
         """Return the source of `x` if a norm made it that can recompute it; None if `x` must be saved."""
-        tiled = getattr(x.grad_fn, "tiled", None)
+        node: Any = x.grad_fn
+        tiled = getattr(node, "tiled", None)
         if not (isinstance(tiled, Tiled) and tiled.cheap):
             return None
-        source: InputSource | None = x.grad_fn.source  # type: ignore[union-attr]
+        if not isinstance(x, Uncomputed) and version_of(x) != node.version:  # written to since, without gradients
+            return None
+        source: InputSource | None = node.source
         return None if source is None or source.norm is not None else cls(source.saved, tiled, x.dtype)
 
     def input_of(self, tile: Tensor) -> Tensor:
@@ -469,6 +480,7 @@ class _TiledCall(torch.autograd.Function):
         ctx.plan = module.plan(x, run)
         outs = _run_tiles(run, x, ctx.plan)
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
+        ctx.version = version_of(outs[0])
         return tuple(outs)
 
     @staticmethod
