@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import longspan
 from longspan.core.layout import split_by_cost
+from longspan.hf.model.vision import PIXEL_KEYS
 from tests.choose import confirming
 from tests.hf.pictures import (
     FAMILIES,
@@ -75,6 +76,14 @@ def _on_4(family: str, truths: list[Truth]) -> None:
     for (ring, fsdp, rows), truth in zip(ON_4, truths, strict=True):
         sp = sharding(ring=ring)
         compare(truth, longspan.parallelize(build(family), sp, fsdp=fsdp), batch(family, rows), sp)
+
+
+def test_every_tower_casts_its_pixels() -> None:
+    """Pixels of a batch on the host are hidden from FSDP, which would cast them to the compute dtype."""
+    for family in FAMILIES:
+        pictures = batch(family, rows_for(family))
+        assert any(x.dtype == torch.float32 for key, x in pictures.items() if key in PIXEL_KEYS)
+        assert build(family).to(torch.bfloat16)(**pictures).loss.isfinite()
 
 
 @pytest.mark.parametrize("family", ["Qwen3VL", *confirming(f for f in FAMILIES if f != "Qwen3VL")])

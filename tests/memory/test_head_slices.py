@@ -17,9 +17,12 @@ from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.heads import slices_of
 from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.hf.weights.attention_slices import AttentionSlices
+from longspan.plan.from_model import shape_of_model
 from tests.choose import confirming
 from tests.fakes import fake_world
-from tests.models import Case, batch, build, compare_cases, gradients, truth_of
+from tests.models import FAMILIES as FAMILIES_OF_MODELS
+from tests.models import HYBRIDS, Case, batch, build, compare_cases, gradients, truth_of
 from tests.pool import RankPool
 
 ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
@@ -265,3 +268,14 @@ def test_slices_beside_a_tensor_axis_are_refused() -> None:
     with fake_world(0, 2), pytest.raises(LongspanError, match="head_slices=2 .*tensor=2.*use head_slices=1"):
         sp = longspan.SequenceSharding(longspan.init_mesh(tensor=2))
         longspan.parallelize(build("Llama", vocab_size=64), sp, memory=Memory(head_slices=2))
+
+
+def test_the_planner_slices_the_models_that_parallelize_slices() -> None:
+    for family in (*FAMILIES_OF_MODELS, *HYBRIDS):
+        model = build(family)
+        planned = any(getattr(layer.mixing, "sliceable", False) for layer, _ in shape_of_model(model).layer_kinds)
+        try:
+            sliced = bool(AttentionSlices(model, 1, 0).cuts())
+        except LongspanError:
+            sliced = False
+        assert planned == sliced, family

@@ -136,12 +136,19 @@ def move_shards(
     return _reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
 
 
-def move_shards_together(xs: Sequence[Tensor], *how: Any) -> tuple[Tensor, ...]:
+def move_shards_together(
+    xs: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    shard_dim: int,
+    gathered: Sequence[int],
+    sharded: Sequence[int],
+) -> tuple[Tensor, ...]:
     """Run `move_shards` on several tensors of one shape, in one all-to-all: each is packed into the send buffer.
 
     The results are views of the received buffer, which an operator could not return: not for compiled code.
     """
-    moved: tuple[Tensor, ...] = _MoveTogether.apply(*how, *xs)  # type: ignore[no-untyped-call]
+    moved: tuple[Tensor, ...] = _MoveTogether.apply(group, gather_dim, shard_dim, gathered, sharded, *xs)  # type: ignore[no-untyped-call]
     return moved
 
 

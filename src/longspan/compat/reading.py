@@ -18,6 +18,28 @@ from longspan.core.errors import LongspanError
 from longspan.core.rope import ModelPositions, positions_in
 from longspan.core.validation import format_value
 
+EXPERTS = "moe_tp_experts"
+GRADIENT = "replicated_with_grad_allreduce"
+
+_OF_ATTENTION = {**{f"layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"}, "layers.*.self_attn.o_proj": "rowwise"}
+_OF_MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+_OF_HUNYUAN = {**_OF_ATTENTION, **{f"layers.*.self_attn.{x}_layernorm": GRADIENT for x in ("query", "key")}}
+_OF_LATENT = {  # every part computes the latent vectors of all heads
+    **{f"layers.*.self_attn.{x}": GRADIENT for x in ("q_a_proj", "kv_a_proj_with_mqa")},
+    **{f"layers.*.self_attn.{x}_a_layernorm": GRADIENT for x in ("q", "kv")},
+    **{f"layers.*.self_attn.{x}": "colwise" for x in ("q_proj", "q_b_proj", "kv_b_proj")},
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_PLANS: dict[str, dict[str, str]] = {
+    "gpt_oss": {**_OF_ATTENTION, "layers.*.mlp.experts": EXPERTS},
+    "deepseek_v2": _OF_LATENT,
+    "deepseek_v3": _OF_LATENT,
+    "granitemoe": _OF_ATTENTION,
+    "hunyuan_v1_dense": {**_OF_HUNYUAN, **_OF_MLP},
+    "hunyuan_v1_moe": _OF_HUNYUAN,
+}
+"""By `model_type`, styles that transformers' plan of a family lacks."""
+
 ENCODER_OUTPUTS = "mm_encoder_outputs"
 """The argument of a forward that accepts embeddings which the tower has computed before."""
 
@@ -101,6 +123,16 @@ def head_dim_of(text: Any) -> int | None:
     except AmbiguousGlobalPerLayerAttributeError:
         dim = max(text.per_layer_config[i].head_dim for i in range(text.num_hidden_layers))
     return dim
+
+
+def tensor_plan_of(text: Any) -> dict[str, str]:
+    """Return the tensor-parallel plan of a decoder by its text config: styles by pattern of a module's path.
+
+    Embeddings are left out: they are sharded by the vocabulary in any case, and some plans name nothing else.
+    """
+    own = getattr(text, "base_model_tp_plan", None) or {}
+    own = {pattern: style for pattern, style in own.items() if not style.startswith("embedding")}
+    return {**own, **_PLANS.get(text.model_type, {})}
 
 
 def _rotary_dims(text: Any, table: Mapping[str, Any]) -> int | None:

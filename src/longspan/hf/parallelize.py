@@ -97,9 +97,9 @@ def parallelize(
         logits: True: compute logits in training too. By default a training forward with labels computes none: head and
             cross entropy run tile by tile over the tokens, and `out.logits` is None (`longspan.losses.cross_entropy`).
         memory: how to save memory in training. "fastest": not at all. "longest": every memory option that stays on the
-            device. "auto": the fastest memory options that fit this device, chosen by the planner at the first training
-            forward and at each batch larger than all before. A `longspan.Memory`: exactly these.
-            `longspan.explain(model)` returns the choice and its reason.
+            device. "auto": the fastest memory options that fit the free memory of the fullest rank, chosen by the
+            planner at the first training forward and at each batch larger than all before. A `longspan.Memory`: exactly
+            these. `longspan.explain(model)` returns the choice and its reason.
         dropout: 0.0: set every dropout of the model to 0, in its layers and its config. None: keep the model's dropout;
             attention dropout then raises in training, since it would depend on the number of ranks.
         tensor_style: used if the mesh's `tensor` axis is more than 1. "tp": every rank of a tensor group holds the

@@ -27,6 +27,7 @@ from longspan.compat.reading import (
     decoder_layers,
     mixer_layers,
     positions_of,
+    tensor_plan_of,
     tower_modules,
     vision_core,
 )
@@ -318,7 +319,9 @@ def _sliceable(attention: Any, config: Any) -> bool:
     dim = getattr(attention, "head_dim", None)
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     per_head = all(p.shape[0] == dim for norm in norms if norm is not None for p in norm.parameters())
-    planned = bool(getattr(config, "base_model_tp_plan", None)) and not getattr(config, "num_kv_shared_layers", 0)
+    # The plan of a hybrid may name its MLPs alone.
+    planned = any(pattern.endswith((".o_proj", ".dense")) for pattern in tensor_plan_of(config))
+    planned = planned and not getattr(config, "num_kv_shared_layers", 0)
     projections = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("kv_b_proj",), ("query_key_value",)
     cut = any(all(hasattr(attention, name) for name in names) for names in projections)
     return planned and cut and per_head and _linear(attention, "o_proj", "dense") is not None

@@ -15,34 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm.tensor import Parts, Rule
-from longspan.compat.reading import attention_layers
+from longspan.compat.reading import EXPERTS, GRADIENT, attention_layers, tensor_plan_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.hf.model.support import draws, heads_of, innermost_decoder
 from longspan.hf.weights.quantized import layers_in_4_bits
 
-EXPERTS = "moe_tp_experts"
 _INSIDE_EXPERTS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # sharded with them
-GRADIENT = "replicated_with_grad_allreduce"
-
-_ATTENTION = {**{f"layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"}, "layers.*.self_attn.o_proj": "rowwise"}
-_MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
-_HUNYUAN = {**_ATTENTION, **{f"layers.*.self_attn.{x}_layernorm": GRADIENT for x in ("query", "key")}}
-_LATENT = {  # every part computes the latent vectors of all heads
-    **{f"layers.*.self_attn.{x}": GRADIENT for x in ("q_a_proj", "kv_a_proj_with_mqa")},
-    **{f"layers.*.self_attn.{x}_a_layernorm": GRADIENT for x in ("q", "kv")},
-    **{f"layers.*.self_attn.{x}": "colwise" for x in ("q_proj", "q_b_proj", "kv_b_proj")},
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-PLANS: dict[str, dict[str, str]] = {
-    "gpt_oss": {**_ATTENTION, "layers.*.mlp.experts": EXPERTS},
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "granitemoe": _ATTENTION,
-    "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
-    "hunyuan_v1_moe": _HUNYUAN,
-}
-"""By `model_type`, styles that transformers' plan of a family lacks."""
 
 _WHOLE_OUTPUT = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
 """transformers gathers these outputs. longspan does not: each part is computed with its own heads and features."""
@@ -106,10 +85,7 @@ class AttentionRules:
     def _styles(self) -> dict[str, str]:
         """Return the style of every module that the plan names."""
         config = self.model.config.get_text_config()
-        own = getattr(config, "base_model_tp_plan", None) or {}
-        # The embedding is sharded by the vocabulary in any case. Some plans name nothing else.
-        own = {pattern: style for pattern, style in own.items() if not style.startswith("embedding")}
-        plan = {**own, **PLANS.get(config.model_type, {})}
+        plan = tensor_plan_of(config)
         if not plan:
             self.refuse(f"transformers has no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
         decoder, styles = self.names[self.decoder], dict[str, str]()

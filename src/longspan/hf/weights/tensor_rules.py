@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm.tensor import Parts, Rule
+from longspan.compat.reading import EXPERTS
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.hf.weights.attention_rules import EXPERTS, FUSED, AttentionRules, concatenated
+from longspan.hf.weights.attention_rules import FUSED, AttentionRules, concatenated
 
 TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")

@@ -134,8 +134,8 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
     if slices > 1:
         matrices = (p for p in layer.parameters if not p.name.startswith("mlp.") and len(p.shape) > 1)
         seconds += 2.0 * sum(p.numel for p in matrices) * c.tokens / matmul_speed(hardware, c.job)
-        # Each slice reads the normed input for its projections, and for their gradients.
-        seconds += (2 * slices - 1) * c.tokens * NORM_BYTES * c.d / bandwidth if memory.tiled else 0.0
+        # Each slice reads the normed input for its projections, twice, and for their gradients.
+        seconds += (3 * slices - 2) * c.tokens * NORM_BYTES * c.d / bandwidth if memory.tiled else 0.0
     if recomputes_mlp_act(c.job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
         seconds += c.tokens * 7 * c.b * layer.mlp.width / c.mesh.tensor / bandwidth
     return seconds
