@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz import multimodal
+from tests.fuzz.families import build as family_build
 from tests.hf import pictures
 from tests.models import rows_of
 
@@ -226,6 +228,14 @@ class Batch:
 def batch_of(case: Case, number: int, vocabulary: int, replica: tuple[int, int] = (0, 1)) -> Batch:
     """Return a batch, the same in every process; `replica` is the number of one, and how many there are."""
     kind, _, name = case.family.partition("/")
+    if kind == "types":
+        plain = multimodal.batch(
+            family_build(case.family, case.config, case.seed), side=case.padding or "left", seed=case.seed + 1
+        )
+        real = plain["attention_mask"].bool()
+        if bool(real.all()):
+            del plain["attention_mask"]
+        return Batch(dict(plain), plain, real, [])
     if kind == "vision":
         return _batch_of_pictures(case, name, case.seed + 1000 * number, replica)
     rng = random.Random(f"{case.seed} {number}")

@@ -262,8 +262,12 @@ def mixer_functions(module: Any) -> dict[str, Any]:
 
 
 def is_hybrid(model: Any) -> bool:
-    """Return whether a model's family has recurrent layers, even if its config chooses none."""
-    defined = {name for kind in type(model).__mro__ for name in vars(sys.modules[kind.__module__])}
+    """Return whether a model's family has recurrent layers, even if its config chooses none.
+
+    The language model of a multimodal model may be of another file.
+    """
+    kinds = {kind for m in model.modules() if isinstance(m, PreTrainedModel) for kind in type(m).__mro__}
+    defined = {name for kind in kinds for name in vars(sys.modules[kind.__module__])}
     return any(name.partition(".")[0] in defined for name in MIXER_FUNCTIONS)
 
 

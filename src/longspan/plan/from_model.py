@@ -28,6 +28,7 @@ from longspan.compat.reading import (
     mixer_layers,
     positions_of,
     tensor_plan_of,
+    text_part,
     tower_modules,
     vision_core,
 )
@@ -450,7 +451,7 @@ def _tower(model: PreTrainedModel) -> Tower | None:
     block = tuple(_parameters(blocks[0]))
     in_blocks = {p for p in blocks.parameters()}
     before, after, passed = list[Parameter](), list[Parameter](), False
-    for child in (child for child in core.children() if child is not core.language_model):
+    for child in (child for child in core.children() if child is not text_part(core)):
         for own, p in zip(_parameters(child), child.parameters(), strict=True):
             passed = passed or p in in_blocks
             if p not in in_blocks:
