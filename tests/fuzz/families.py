@@ -38,8 +38,8 @@ AS_CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 def families() -> list[str]:
-    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, its own name per class, and
-    `vision/NAME`.
+    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, its own name per class,
+    `types/MODEL_TYPE` for each image-text-to-text type, and `vision/NAME`.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -83,7 +83,8 @@ def default_model(family: str) -> Any:
 def _auto(kind: str) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM if kind == "causal" else transformers.AutoModelForMaskedLM
+    return {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM,
+            "types": transformers.AutoModelForImageTextToText}[kind]  # fmt: skip
 
 
 def build(family: str, changes: dict[str, Any], seed: int) -> Any:

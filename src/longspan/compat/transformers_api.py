@@ -217,6 +217,9 @@ def _rotary_3d(core: Any, batch: Mapping[str, Any], past: int) -> Tensor | None:
         return None
     accepted = inspect.signature(core.compute_3d_position_ids).parameters
     given = {name: batch.get(name) for name in accepted if name not in _CACHE_NAMES}
+    sounds = batch.get("feature_attention_mask")
+    if "audio_feature_lengths" in given and sounds is not None:  # as the forward of Qwen's omni models does
+        given["audio_feature_lengths"] = sounds.sum(-1)
     positions: Tensor | None = core.compute_3d_position_ids(**given, cache=None)
     return positions
 

@@ -108,6 +108,8 @@ class VisionTower(Stage):
                 f"{self.traits.name} takes no `{unknown}`, only {', '.join(sorted(known))}; leave it out"
             )
         encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
+        if call.cache is None:
+            self._refuse_unfilled(call, encoders)
         if not encoders:
             return {}
         if call.model.training:
@@ -152,6 +154,19 @@ class VisionTower(Stage):
         # How they split into units decides how much is sent where.
         call.pictures["pictures"] = f"{', '.join(facts)}, checksum {crc}"
         return found
+
+    def _refuse_unfilled(self, call: ForwardCall, encoders: list[Encoder]) -> None:
+        """Raise for placeholders without pixels, which would keep the embedding of their token."""
+        ids = call.batch.get("input_ids")
+        filled = {getattr(call.model.config, encoder.token) for encoder in encoders}
+        for encoder in self.traits.encoders:
+            token = getattr(call.model.config, encoder.token)
+            count = 0 if ids is None or token in filled else int((ids == token).sum())
+            if count:
+                raise LongspanError(
+                    f"`input_ids` has {count} {encoder.modality} placeholders (id {token}), and no `{encoder.pixels}` "
+                    f"fills them; give the pixels, or leave the placeholders out"
+                )
 
     def _refuse_dropout(self) -> None:
         for name, module in self.tower.items():

@@ -60,6 +60,13 @@ def rows_in(output: Any) -> Tensor:
     return torch.cat([_joined(part) for part in parts], 1) if len(parts) > 1 else _joined(parts[0])
 
 
+def sizes_in(output: Any) -> list[int]:
+    """Return the embeddings of each picture, or of all if the output does not tell them apart."""
+    x = output[_field(output)]
+    parts = x if not isinstance(x, Tensor) else x if x.dim() > 2 else [x]
+    return [math.prod(part.shape[:-1]) for part in parts]
+
+
 def with_rows(output: Any, rows: Tensor) -> Any:
     """Return an output of the encoder that contains only `rows`, which are laid out as `rows_in` returns them."""
     deep, name = output.get("deepstack_features"), _field(output)

@@ -27,7 +27,7 @@ from longspan.compat.torch_api import on_meta
 from longspan.compat.transformers_api import new_model, own_positions, set_attention
 from longspan.core.errors import LongspanError
 from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
-from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, with_rows
+from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, sizes_in, with_rows
 from longspan.hf.model.small import shrunk
 
 _TOKENS = ("{}_token_id", "{}_token_index", "{}_patch_id")
@@ -48,15 +48,24 @@ class RuleEncoder(Encoder):
         return self.keys
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
-        rows, cuts = self._rows(core, self._given(batch)), self._cuts(batch)
-        if rows is not None and cuts is None:
-            return Units((1,), (sum(rows),))
+        given, cuts = self._given(batch), self._cuts(batch)
+        rows, pixels = self._rows(core, given), given[self.pixels]
         if rows is not None and cuts is not None and len(rows) != len(cuts):
             each = [self._rows(core, self.part(core, batch, i, i + 1)) for i in range(len(cuts))]
             rows = None if None in each else [sum(of) for of in each if of is not None]
         if rows is None or cuts is None:
-            return Units((1,), UNKNOWN)
-        return Units(tuple(stop - start for start, stop in cuts), tuple(rows))
+            return Units((self._patches(core, pixels),), UNKNOWN if rows is None else (sum(rows),))
+        return Units(tuple(self._patches(core, pixels[start:stop]) for start, stop in cuts), tuple(rows))
+
+    def _patches(self, core: Any, pixels: Tensor) -> int:
+        """Return the patches, or frames of sound, that some pixels have: their cost."""
+        if self.modality == "audio":
+            return int(len(pixels) * max(pixels.shape[1:]))
+        if pixels.dim() < 4:
+            return pixels.numel() // pixels.shape[-1]
+        patch = getattr(getattr(core.config, "vision_config", None), "patch_size", None) or pixels.shape[-1]
+        side = patch if isinstance(patch, int) else patch[0]
+        return max(1, pixels.numel() // (pixels.shape[-3] * side**2))
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         given, cuts = self._given(batch), self._cuts(batch)
@@ -124,12 +133,9 @@ class _Shapes:
 def _count(kind: Any, config: _Config, modality: str, shapes: _Shapes) -> list[int] | None:
     given, shapes.given = shapes.given, {}  # keep no pixels
     try:
-        output = _meta_rows(_twin(kind, config), modality, given)
+        return sizes_in(_meta_rows(_twin(kind, config), modality, given))
     except Exception:  # of any kind: the function reads values that do not exist on the meta device
         return None
-    x = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
-    parts = x if not isinstance(x, Tensor) else x if x.dim() > 2 else [x]
-    return [math.prod(part.shape[:-1]) for part in parts]
 
 
 def _meta_rows(twin: Any, modality: str, given: Mapping[str, Any]) -> Any:
@@ -151,7 +157,7 @@ class _Config:
 
     def __init__(self, config: Any) -> None:
         self.config, self.key = copy.deepcopy(config), config.to_json_string(use_diff=False)
-        set_attention(self.config, "sdpa")
+        set_attention(self.config, "eager")  # every module has it
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -243,7 +249,7 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
             independent = bool(parts) and _close(torch.cat(apart), rows)
         except Exception:  # of any kind
             independent = False
-        sizes = [len(x) for x in apart] if independent else [len(rows)]
+        sizes = [len(x) for x in apart] if independent else sizes_in(whole)
         _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
     return dataclasses.replace(encoder, apart=independent, frames=frames)
 

@@ -97,7 +97,9 @@ def shrunk(given: Any, changes: dict[str, Any], as_checkpoints: Mapping[str, Any
 
 def _placeholders(values: dict[str, Any]) -> dict[str, int]:
     """Return other ids for each special token of a config with several parts, the last ones of the vocabulary."""
-    if not any(isinstance(value, dict) and name.endswith("_config") for name, value in values.items()):
+    if values.get("vocabulary_map") or not any(
+        isinstance(value, dict) and name.endswith("_config") for name, value in values.items()
+    ):
         return {}
     names = [name for name in values if re.fullmatch(r"\w+_token_(id|index)|image_patch_id", name)]
     names = [name for name in names if not re.match("(pad|bos|eos|decoder_start|unk|sep|cls|mask)_", name)]
@@ -136,7 +138,7 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
 def _multiple(name: str, value: float, values: dict[str, Any]) -> int:
     """Return how many patches of a vision tower a size joins, or how wide its MLP is, in units of its hidden size."""
     vision = values.get("vision_config")
-    hidden = vision.get("hidden_size") if isinstance(vision, dict) else None
+    hidden = vision.get("hidden_size") if isinstance(vision, dict) else values.get("base_channels")
     if hidden is None and "patch_size" in values and name == "intermediate_size":
         hidden = values.get("hidden_size")
     fits = isinstance(hidden, int) and isinstance(value, int) and re.search("hidden_size|intermediate_size", name)

@@ -25,7 +25,7 @@ PICTURE_KEYS = (
     "num_frames_per_video", "pixel_mask", "pixel_attention_mask", "tile_fine_mask", "spatial_shapes", "target_sizes",
     "target_sizes_videos", "image_merge_sizes", "video_merge_sizes", "image_token_pooling", "image_grids",
     "video_token_pooling", "video_grids", "num_local_patches", "input_features_mask", "feature_attention_mask",
-    "audio_feature_lengths", "video_second_per_grid", "use_audio_in_video", ENCODER_OUTPUTS,
+    "audio_feature_lengths", "video_second_per_grid", ENCODER_OUTPUTS,
 )  # fmt: skip
 """Batch keys that describe pictures. They are not sharded by tokens; the vision tower's stage consumes them."""
 
@@ -34,7 +34,6 @@ def _images(rows: Callable[[Any, int, int, bool], int]) -> tuple[Encoder, ...]:
     return (ImageEncoder("image", "pixel_values", "image_token_id", rows),)
 
 
-_SHUFFLED = _images(lambda core, h, w, sized: h * w // core.config.downsample_factor**2)
 _IMAGES = GridEncoder("image", "pixel_values", "image_token_id", "image_grid_thw")
 _QWEN2 = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw"))
 _QWEN3 = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw", frames_apart=True))
@@ -51,20 +50,17 @@ FAMILIES: dict[str, tuple[Encoder, ...]] = {
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
     "llava": _images(llava_rows),
-    "internvl": _images(lambda core, h, w, sized: int(h * w * core.config.downsample_ratio**2)),
-    "aya_vision": _SHUFFLED,
-    "cohere2_vision": _SHUFFLED,
     "mistral3": _images(
         lambda core, h, w, sized: (h // core.config.spatial_merge_size) * (w // core.config.spatial_merge_size)
     ),
-    "llava_next": (TileEncoder("image", "pixel_values", "image_token_id"),),
     "llava_onevision": (
         TileEncoder("image", "pixel_values", "image_token_id"),
         PooledFrameEncoder("video", "pixel_values_videos", "video_token_id"),
     ),
     **dict.fromkeys(("gemma3", "shieldgemma2"), _images(lambda core, h, w, sized: core.config.mm_tokens_per_image)),
 }
-"""The modalities of each family that can be sharded, by its config's `model_type`."""
+"""The modalities of families, by their config's `model_type`, whose units are smaller than pictures, or that see both
+ways; others are found by rule (`rule.py`)."""
 
 IMAGE_TYPES = dict.fromkeys(("gemma3", "shieldgemma2"), "token_type_ids")
 """Families in whose language model the tokens of an image see each other, and the batch key that is 1 for them."""
