@@ -61,6 +61,27 @@ def count_tokens_once(trainer: Any, times: int) -> None:
     trainer._generate = counted
 
 
+def share_prompts(trainer: Any, times: int) -> None:
+    """Let a DistillationTrainer draw prompts for `times` fewer processes: so many ranks read the same ones."""
+    make = trainer._get_train_sampler
+
+    def sampler(dataset: Any = None) -> Any:
+        made = make(dataset)
+        made.batch_size //= times
+        return made
+
+    trainer._get_train_sampler = sampler
+
+
+_PICTURES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
+             "token_type_ids", "mm_token_type_ids", "image_position_ids")  # fmt: skip
+
+
+def pictures_of_distillation(inputs: Any) -> dict[str, Any]:
+    """Return the arguments that a DistillationTrainer passes to its model besides tokens and mask."""
+    return {key: inputs[key] for key in _PICTURES if key in inputs}
+
+
 def harness_command_line() -> Any:
     """Return the class of the harness's command line, which every rank runs after it has registered longspan's model.
 
