@@ -61,16 +61,19 @@ def count_tokens_once(trainer: Any, times: int) -> None:
     trainer._generate = counted
 
 
-def share_prompts(trainer: Any, times: int) -> None:
-    """Let a DistillationTrainer draw prompts for `times` fewer processes: so many ranks read the same ones."""
-    make = trainer._get_train_sampler
+def micro_batches(trainer: Any, make: Callable[[], Any]) -> Any:
+    """Return the loader of an AsyncGRPOTrainer as `make`, its own method, makes it, before accelerate prepares it."""
+    trainer.accelerator.prepare = lambda loader: loader
+    try:
+        return make()
+    finally:
+        del trainer.accelerator.prepare
 
-    def sampler(dataset: Any = None) -> Any:
-        made = make(dataset)
-        made.batch_size //= times
-        return made
 
-    trainer._get_train_sampler = sampler
+def count_flops_of_replicas(trainer: Any, ranks: int) -> None:
+    """Let an AsyncGRPOTrainer divide its FLOPs by those of all `ranks` of a replica, which it counts as one process."""
+    if trainer._peak_flops_per_device is not None:
+        trainer._peak_flops_per_device *= ranks
 
 
 _PICTURES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",

@@ -55,6 +55,8 @@ from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
 from longspan.trainers.trl import (
     count_sequence_groups,
+    divides_by_processes,
+    loss_of_rollouts,
     loss_with_teacher,
     refuse_whole_logits,
     replace_fused_head,
@@ -145,11 +147,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_saver = checkpoints.Saver()
         super().__init__(*args, **kwargs)
         self._refuse(shared_prefixes, elastic)
-        self.longspan_loss = None
+        self.longspan_loss = loss_with_teacher(self) or loss_of_rollouts(self, super().compute_loss)
         if self.longspan_sharded:
             count_sequence_groups(self, sp)
             replace_whole_logits(self)
-            self.longspan_loss = loss_with_teacher(self)
         self.args.logging_nan_inf_filter = False  # which would log a mean in place of NaN
         self.add_callback(StopAtNonFinite(self))
         if self.longspan_sharded and self.args.enable_jit_checkpoint:
@@ -224,6 +225,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         if self.longspan_sharded:
             self.accelerator = ReplicaAccelerator.of(self.accelerator, self.longspan_sp)
+            self.accelerator.counts_replicas = divides_by_processes(self)
             self.accelerator.no_sync = self._no_sync
             self.gather_function = self.accelerator.gather_for_metrics
 

@@ -13,15 +13,23 @@ prompt against each other. The ranks of a sequence group must draw, shuffle and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import set_seed
 
+from longspan.comm.agree import on_first_rank
 from longspan.comm.collectives import sum_over
-from longspan.compat.friends_api import count_tokens_once, fused_head_of, pictures_of_distillation, share_prompts
+from longspan.compat.friends_api import (
+    count_flops_of_replicas,
+    count_tokens_once,
+    fused_head_of,
+    micro_batches,
+    pictures_of_distillation,
+)
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.distillation import distill_with_entropy, distillation_loss
 from longspan.hf.forward.logprobs import score_for_trl
@@ -126,6 +134,7 @@ def loss_with_teacher(trainer: Any) -> Callable[..., Any] | None:
     compute = losses.get(_defines(trainer, "compute_loss") or "")
     if compute is None or getattr(trainer, "teacher_model", None) is None:
         return None
+    _prepare_distillation(trainer, trainer.longspan_sp)
 
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         loss = compute(trainer, model, inputs, num_items_in_batch)
@@ -167,13 +176,9 @@ def _loss_of_completions(trainer: Any, model: Any, inputs: Any, items: Any) -> T
 def _prepare_distillation(trainer: Any, sp: SequenceSharding) -> None:
     """Make the replicas of a trainer with a teacher draw prompts as processes do, and generate in step."""
     args, name = trainer.args, type(trainer).__name__.removeprefix("Sharded")
-    prompts = trainer.train_dataset if hasattr(trainer, "_generate") else None
     wrong = {
         f"{name} with use_vllm=True loads its weights into a vLLM, which a parallelized model does not support; leave "
         f"it out: the model generates sharded": getattr(args, "use_vllm", False),
-        f"{name} would repeat a stream of prompts once per rank; use a dataset with a length": (
-            prompts is not None and not hasattr(prompts, "__len__")
-        ),
         f"{name} computes no logits, which compute_metrics= reads; leave it out": trainer.compute_metrics,
     }
     for message, applies in wrong.items():
@@ -184,18 +189,84 @@ def _prepare_distillation(trainer: Any, sp: SequenceSharding) -> None:
     if hasattr(trainer, "_generate"):  # GKD draws the same numbers on every rank: whether to generate is one of them
         set_seed(args.seed + sp.data_rank)
         count_tokens_once(trainer, sp.model_size)
-        share_prompts(trainer, sp.model_size)
 
 
 # --- rollouts
 
 
+def _is_async(trainer: Any) -> bool:
+    return _defines(trainer, "compute_loss") == "AsyncGRPOTrainer"
+
+
+def divides_by_processes(trainer: Any) -> bool:
+    """Return whether a trainer divides batches and losses by accelerate's number of processes, which replicas are."""
+    return _defines(trainer, "compute_loss") in ("AsyncGRPOTrainer", "DistillationTrainer")
+
+
+def loss_of_rollouts(trainer: Any, compute: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return an AsyncGRPOTrainer's `compute_loss`, `compute`, with the trees of its rows as a parallelized model takes
+    them; None for other trainers.
+    """
+    if not _is_async(trainer):
+        return None
+
+    def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def forward(**batch: Any) -> Any:
+            tree = {key: batch.pop(key) for key in list(batch) if key.startswith("tree_")}
+            return model(**batch, **trees_of_segments(tree, batch["input_ids"].shape[1]))
+
+        found = compute(forward, inputs, return_outputs, num_items_in_batch)
+        if trainer.aux_loss_enabled:  # summed over all ranks, and divided by replicas
+            trainer._metrics["train"]["aux_loss"][-1] /= trainer.longspan_sp.model_size
+        return found
+
+    return compute_loss
+
+
+def trees_of_segments(tree: dict[str, Any], tokens: int) -> dict[str, Tensor]:
+    """Return `tin` and `tout` `[1, tokens]`, as of `longspan.TreeMask`, of segments in preorder.
+
+    A segment, `tree_cu_seqlens_q` its borders, attends to its path from the root: `tree_cu_seqlens_k` the borders of
+    the segments' paths in `tree_kv_index`, places of tokens.
+    """
+    borders, ends = tree["tree_cu_seqlens_q"].long().cpu(), tree["tree_cu_seqlens_k"].long().cpu()
+    numbers = torch.arange(len(borders) - 1)
+    tin = numbers.repeat_interleave(borders.diff(), output_size=tokens)
+    on_path = tin[tree["tree_kv_index"].cpu()]  # the segment of each token of each path
+    behind = torch.zeros_like(numbers).scatter_reduce_(0, on_path, 1 + numbers.repeat_interleave(ends.diff()), "amax")
+    return {"tin": tin[None], "tout": behind[tin][None]}
+
+
+def spread_rollouts(trainer: Any, sp: SequenceSharding) -> None:
+    """Let the first rank of an AsyncGRPOTrainer read its rollouts, and each replica train on its row of each batch."""
+    count_flops_of_replicas(trainer, sp.model_size)
+    make = trainer.get_train_dataloader
+
+    def loader() -> DataLoader[Any]:
+        first = micro_batches(trainer, make) if trainer.accelerator.is_main_process else ()
+        return DataLoader(_Rows(first, sp), batch_size=None)
+
+    trainer.get_train_dataloader = loader
+
+
+class _Rows(IterableDataset[dict[str, Tensor]]):
+    """This replica's row of each batch of the first rank."""
+
+    def __init__(self, batches: Any, sp: SequenceSharding) -> None:
+        self.batches, self.sp = batches, sp
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        batches, at = iter(self.batches), self.sp.data_rank
+        while (batch := on_first_rank(lambda: next(batches, None), self.sp.host_group)) is not None:
+            yield {key: x[at : at + 1] for key, x in batch.items()}
+
+
 def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     """Make a trainer that generates count sequence groups; do nothing for other trainers."""
-    if not (hasattr(trainer, "num_generations") or hasattr(trainer, "generation_config")):
-        return
-    if loss_with_teacher(trainer) is not None:
-        _prepare_distillation(trainer, sp)
+    if _is_async(trainer):
+        spread_rollouts(trainer, sp)
+    generates = hasattr(trainer, "num_generations") or hasattr(trainer, "generation_config")
+    if not generates or trainer.longspan_loss is not None:
         return
     args, name = trainer.args, type(trainer).__name__.removeprefix("Sharded")
     own_loop = "compute the loss in your own loop with longspan.token_logprobs"
