@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import longspan
+from longspan.comm.tensor import TensorGroup
 from longspan.core.errors import LongspanError
 from longspan.losses.cross_entropy import IGNORE, loss_sum
-from longspan.losses.deferred_logits import Head
+from longspan.losses.deferred_logits import Head, VocabShard
 from longspan.losses.divergence import Divergence, largest
 from tests.choose import pairwise
+from tests.elastic.test_elastic import labels_of, samples_of
 from tests.models import Run, batch, build, check_gradients, check_loss, gradients, on_mesh, rows_of, truth_by
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 T, D, V = 50, 12, 37
 
@@ -107,9 +111,18 @@ def test_distributions_without_common_tokens_have_finite_gradients() -> None:
             assert bool(loss.isfinite()) and bool(torch.autograd.grad(loss, x)[0].isfinite().all())
 
 
-def test_the_first_of_equal_tokens_is_among_the_largest() -> None:
-    x = torch.tensor([[1.0, 3, 2, 3, 3, 0], [5, 5, 5, 5, 5, 5]])
-    assert largest(x, 2, None).tolist() == [[False, True, False, True, False, False], [True] * 2 + [False] * 4]
+@on_ranks(2)
+def test_the_first_of_equal_tokens_are_the_largest() -> None:
+    """Also if two ranks share the vocabulary: 5 and 4 tokens."""
+    x = torch.randint(4, (30, 9), generator=torch.Generator().manual_seed(0)).float()
+    group = TensorGroup.of(dist.group.WORLD)
+    shard = VocabShard.of(group, 9)
+    for k in range(1, 10):
+        first = x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        expected = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, first, True)
+        assert torch.equal(largest(x, k, None), expected)
+        mine = slice(shard.start, shard.start + shard.width)
+        assert torch.equal(largest(x[:, mine], k, shard), expected[:, mine])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,6 +186,42 @@ def test_models(pool4: RankPool, case: Any) -> None:
     teacher = build("Qwen3", seed=1, **OF_TEACHER)
     truth = truth_by(build(family), lambda model: _reference(model, teacher, INPUTS[inputs](), options))
     pool4.run(_compare, truth, mesh, family, inputs, options, fsdp)
+
+
+LENGTHS = (40, 9, 5, 18, 7)
+
+
+def _alone(model: Any, teacher: Any) -> Run:
+    """Each sample in a forward of its own; the mean over the labels of all."""
+    total, items = torch.zeros((), dtype=model.dtype), labels_of(samples_of(LENGTHS))
+    for sample in samples_of(LENGTHS):
+        ids, labels = (torch.tensor([sample[key]]) for key in ("input_ids", "labels"))
+        logits = [m(input_ids=ids).logits[:, :-1] for m in (model, teacher.to(model.dtype))]
+        total = total + plain_divergence(*logits, 0.5, 1.0, None)[labels[:, 1:] != IGNORE].sum() / items
+    total.backward()
+    return Run(float(total.detach()), torch.zeros(1), gradients(model), None)
+
+
+def _elastic(truth: Any) -> set[int]:
+    sp = on_mesh({"ulysses": 4})
+    student = longspan.parallelize(build("Llama"), sp)
+    teacher = longspan.parallelize(build("Qwen3", seed=1, **OF_TEACHER), sp)
+    (step,) = longspan.elastic_batches(samples_of(LENGTHS), sp, student, tokens_per_step=10**6, tokens_per_rank=12)
+    total = 0.0
+    for mine in step:
+        with contextlib.nullcontext() if mine is step.batches[-1] else longspan.no_sync(student):
+            loss = longspan.distillation_loss(student, teacher, mine, beta=0.5)
+            loss.backward()
+        total += float(loss.detach())
+    check_loss(total, truth)
+    check_gradients(gradients(student), truth)
+    return {mine["sequence_width"] for mine in step}
+
+
+def test_elastic_batches_and_accumulation(pool4: RankPool) -> None:
+    teacher = build("Qwen3", seed=1, **OF_TEACHER)
+    truth = truth_by(build("Llama"), lambda model: _alone(model, teacher))
+    assert len(set().union(*pool4.run(_elastic, truth))) > 1
 
 
 def _refused() -> list[str]:
