@@ -233,11 +233,16 @@ def _count_tokens(from_ids: Any, from_embeds: Any, pad: Any, batch: Mapping[str,
 
 def makes_positions(module: Any) -> bool:
     """Return whether a module makes positions from its tokens or mask in a way that `own_positions` does not know."""
-    kind = type(module)
-    from_tokens = any(name.startswith("create_position_ids_from") for name in dir(kind))
+    kind: Any = type(module)
+    from_tokens = _makes_ids(kind)
     counts = re.search(r"(Learned|Sinusoidal)Positional", kind.__name__) is not None
     known = from_tokens or kind.__name__ in (_COUNTS_IN_ROWS, _COUNTS_THE_MASK)
     return (counts or from_tokens) and not (known and _takes(module.forward, "position_ids"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _makes_ids(kind: Any) -> bool:
+    return any(name.startswith("create_position_ids_from") for name in dir(kind))
 
 
 def _takes(function: Any, name: str) -> bool:

@@ -276,6 +276,8 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
     # Convolutions inside attention (Inkling's, of keys) do not learn of their batch.
     mixers = {n: m for n, m in mixer_layers(model).items() if not any(n.startswith(a + ".") for a in attends)}
     within = {part for mixer in mixers.values() for part in mixer.modules()}
+    # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
+    family = name.split("For")[0] if is_hybrid(model) else ""
     for path, module in text_modules(model):
         if isinstance(module, PreTrainedModel):
             continue
@@ -283,9 +285,9 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
         for applies, reason in _REFUSED_LAYERS:
             if applies(path, module):
                 raise LongspanError(f"{layer} {reason}")
-        # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
-        own = _kind(module).removeprefix(name.split("For")[0]) if is_hybrid(model) else _kind(module)
-        by_name = _MIXERS.search(own) and not any(other.startswith(path + ".") for other in mixers)
+        by_name = _MIXERS.search(_kind(module).removeprefix(family)) and not any(
+            other.startswith(path + ".") for other in mixers
+        )
         by_class = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
         if (by_name or by_class) and module not in within:
             raise LongspanError(
