@@ -14,10 +14,14 @@ import itertools
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
+
+IMPORTED = ("Module already imported", "It looks like `register_random`")
+"""What pytest and hypothesis warn of because libraries are imported before them."""
 
 
 def main(lanes: Sequence[str]) -> int:
@@ -51,8 +55,10 @@ def _run(lane: str) -> None:
             forkserver.ensure_running()
         import pytest
 
-        # anyio's plugin imports trio, which warns if hypothesis is there already.
-        code = pytest.main(["--quiet", "-p", "no:cacheprovider", "-p", "no:anyio", *shlex.split(lane)])
+        for text in IMPORTED:
+            warnings.filterwarnings("ignore", text)  # while pytest loads its plugins
+        ignored = [word for text in IMPORTED for word in ("-W", f"ignore:{text}")]
+        code = pytest.main(["--quiet", "-p", "no:cacheprovider", *ignored, *shlex.split(lane)])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
