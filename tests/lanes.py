@@ -14,14 +14,10 @@ import itertools
 import os
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
-
-IMPORTED = ("Module already imported", "It looks like `register_random`")
-"""What pytest and hypothesis warn of because libraries are imported before them."""
 
 
 def main(lanes: Sequence[str]) -> int:
@@ -38,7 +34,7 @@ def main(lanes: Sequence[str]) -> int:
 def _import() -> None:
     from tests.pool import PRELOAD
 
-    for name in PRELOAD:  # the last one leaves what is imported out of garbage collection
+    for name in ("hypothesis", *PRELOAD):  # the last one leaves what is imported out of garbage collection
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -55,10 +51,8 @@ def _run(lane: str) -> None:
             forkserver.ensure_running()
         import pytest
 
-        for text in IMPORTED:
-            warnings.filterwarnings("ignore", text)  # while pytest loads its plugins
-        ignored = [word for text in IMPORTED for word in ("-W", f"ignore:{text}")]
-        code = pytest.main(["--quiet", "-p", "no:cacheprovider", *ignored, *shlex.split(lane)])
+        imported = ["-W", "ignore:Module already imported"]  # such as anyio, before its plugin
+        code = pytest.main(["--quiet", "-p", "no:cacheprovider", *imported, *shlex.split(lane)])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
