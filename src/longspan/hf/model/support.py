@@ -20,7 +20,7 @@ from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers, text_modules, vision_core
+from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers, text_modules
 from longspan.compat.transformers_api import (
     calls_registry,
     is_hybrid,
@@ -30,7 +30,7 @@ from longspan.compat.transformers_api import (
 )
 from longspan.core.errors import LongspanError, see
 from longspan.hf.model.pretrained import kind_of, without_dropout
-from longspan.hf.model.vision import core_of
+from longspan.hf.model.vision import core_of, encoders_of
 from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = f"it cannot be sharded in this version {see('LS201')}"
@@ -241,8 +241,6 @@ def check_model(
 
 
 def _check_family(model: PreTrainedModel, name: str) -> None:
-    if vision_core(model) is not None and core_of(model) is None:
-        raise LongspanError(f"{name} has a vision tower of a family that longspan does not know; {HELP}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "
@@ -251,7 +249,7 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
     _check_modules(model, name)
     _check_config(model, name)
     layers, mixers = attention_layers(model), mixer_layers(model)
-    undeclared = is_hybrid(model) and all(map(calls_registry, layers.values()))
+    undeclared = (is_hybrid(model) or core_of(model) is not None) and all(map(calls_registry, layers.values()))
     if not (layers or mixers) or not (uses_registry(model) or undeclared):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
@@ -266,6 +264,7 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
+    encoders_of(model)
     if layers and "position_ids" not in inspect.signature(model.forward).parameters:
         raise LongspanError(
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
