@@ -105,7 +105,7 @@ FAULTS = (
     Fault("recomputed_block_with_lengths_of_another_forward", "diffusion/tokens.py",
           "with self.of_forward(lengths):", "with contextlib.nullcontext():",
           "tests/diffusion/test_diffusion.py -k recomputed"),
-    Fault("joint_mask_in_another_order", "diffusion/attention.py", "mask = mask.index_select(-1, order)",
+    Fault("joint_mask_in_another_order", "diffusion/attention.py", "mask = mask.index_select(-1, keys.order)",
           "mask = mask.clone()", "tests/diffusion/test_diffusion.py -k Hunyuan"),
     Fault("gradients_of_diffusion_inputs_summed", "diffusion/parallelize.py",
           "scale_gradient(replicate(value, group_name(sp.group)), 1 / sp.size)",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.verify.latents import INPUTS, Draw, Inputs
+from longspan.diffusion import small
+from longspan.diffusion.small import Draw, Inputs
 
 LATTE = {
     "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,
@@ -62,23 +63,41 @@ def make_model(name: str, **config: Any) -> nn.Module:
     return model
 
 
-GRIDS = {"LatteTransformer3DModel": (5, 4, 3), "LTXVideoTransformer3DModel": (1, 3, 5)}
-"""Tokens of inputs: frames, height, width. Of other models 5 x 3 x 5."""
+GRIDS = {
+    "LatteTransformer3DModel": (5, 4, 3),
+    "LTXVideoTransformer3DModel": (1, 3, 5),
+    "CogVideoXTransformer3DModel": (3, 3, 5),
+}
+"""Tokens of inputs: frames, height, width. Of other models 5 x 3 x 5, and 1 x 3 x 5 if they take tokens."""
 
 
 def make_inputs(name: str) -> Inputs:
     """Return inputs whose numbers of tokens do not divide by 2 or 4; tensors with gradients where possible."""
-    grid, generator = GRIDS.get(name, (5, 3, 5)), torch.Generator().manual_seed(1)
-    return INPUTS[name](Draw(_config(name), 2, grid, generator, torch.device("cpu"), torch.float64))
+    return small.make_inputs(_kind(name), _draw(name), _layout(name))
+
+
+def _draw(name: str) -> Draw:
+    grid = GRIDS.get(name, (5, 3, 5) if "3D" in name else (1, 3, 5))
+    return Draw(_config(name), 2, grid, 5, torch.Generator().manual_seed(1), torch.device("cpu"), torch.float64)
+
+
+@functools.cache
+def _layout(name: str) -> str:
+    """Return the axes of a model's latents."""
+    return small.find_layout(make_model(name), lambda layout: small.make_inputs(_kind(name), _draw(name), layout))
+
+
+def _kind(name: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)
 
 
 @functools.cache
 def _config(name: str) -> Any:
     """Return a model's config with its defaults."""
-    import diffusers
-
     with torch.device("meta"):
-        return getattr(diffusers, name)(**CONFIGS[name]).config
+        return _kind(name)(**CONFIGS[name]).config
 
 
 def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
