@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 import longspan
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
+from longspan.diffusion import check
 from longspan.diffusion.attention import ShardedAttention, attend
 from longspan.diffusion.structure import Attention
 from longspan.diffusion.tokens import Tokens
 from tests.choose import confirming
 from tests.counting import count_sent
-from tests.diffusion.diffusing import CONFIGS, make_inputs, make_model, run
+from tests.diffusion.diffusing import CLASSES, CONFIGS, make_inputs, make_model, run, small_case
 from tests.models import build
 from tests.pool import RankPool, on_ranks
 
@@ -222,6 +223,49 @@ def check_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str)
 @pytest.mark.parametrize(("ranks", "name"), confirming((ranks, name) for ranks in (2, 4, 8) for name in CONFIGS))
 def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
     check_every_mesh(get_pool, ranks, name)
+
+
+def _small_on_every_mesh(name: str, meshes: list[dict[str, int]]) -> None:
+    model, inputs = small_case(name)
+    expected = check.run(copy.deepcopy(model), inputs)
+    exact = next(model.parameters()).dtype == torch.float64
+    for i, axes in enumerate(meshes):
+        sharded = longspan.parallelize(copy.deepcopy(model), _sharding(**axes), fsdp=bool(i % 2))
+        found = check.run(sharded, inputs)
+        if exact:
+            _compare(found, expected)
+            continue
+        largest = max(float(x.abs().max()) for key, x in expected.items() if not key.startswith("output"))
+        for key, x in expected.items():
+            mine = found[key]
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            scale = max(float(x.abs().max()), 1e-2 * largest)
+            torch.testing.assert_close(
+                mine, x, rtol=1e-3, atol=1e-3 * scale, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+MESHES: dict[int, list[dict[str, int]]] = {
+    2: [{"ulysses": 2}, {"ring": 2}],
+    4: [{"ulysses": 4}, {"ring": 4}, {"ring": 2, "ulysses": 2}],
+}
+
+
+def check_class(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
+    """Assert that a class equals one process on every mesh of so many ranks."""
+    get_pool(ranks).run(_small_on_every_mesh, name, MESHES[ranks], timeout=300)
+
+
+@pytest.mark.parametrize(("ranks", "name"), confirming((ranks, name) for ranks in MESHES for name in CLASSES))
+def test_every_class(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
+    check_class(get_pool, ranks, name)
+
+
+@pytest.mark.parametrize("name", ["LTX2VideoTransformer3DModel", "MochiTransformer3DModel", "ZImageTransformer2DModel"])
+@on_ranks(4)
+def test_other_structures(name: str) -> None:
+    """Video and audio; a text of which each row holds another part, on every rank; refiners and a joint list."""
+    _small_on_every_mesh(name, [{"ring": 2, "ulysses": 2}])
 
 
 LENGTHS = 5, 11

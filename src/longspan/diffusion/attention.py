@@ -193,7 +193,9 @@ def _mask(mask: Tensor | None, queries: _Sequence, keys: _Sequence, is_causal: b
             mask = mask.index_select(-1, keys.order)
         if rows > 1 and queries.order is not None:
             mask = mask.index_select(-2, queries.order)
-    elif columns == sum(keys.held) and rows == 1:
+    elif columns == sum(keys.held) and (rows == 1 or rows == columns):
+        if rows > 1:
+            mask = _of_keys(mask)
         parts = zip(mask.split(list(keys.held), -1), keys.is_replicated, strict=True)
         local = [shard_along(part, mask.dim() - 1, keys.group) if same else part for part, same in parts]
         mask = _gather_keys(torch.cat(local, -1), keys.of_ranks, keys.group)
@@ -203,6 +205,17 @@ def _mask(mask: Tensor | None, queries: _Sequence, keys: _Sequence, is_causal: b
             f"{keys.of_ranks[rank]} keys"
         )
     return mask
+
+
+def _of_keys(mask: Tensor) -> Tensor:
+    """Return the keys `[..., 1, L]` of a mask `[..., L, L]` in which padding neither sees nor is seen.
+
+    What padding then sees is dropped: nothing reads its output.
+    """
+    real = mask.diagonal(dim1=-2, dim2=-1)
+    if mask.dtype != torch.bool or not torch.equal(mask, real[..., None, :] & real[..., :, None]):
+        raise LongspanError(f"an attention mask of shape {tuple(mask.shape)} hides other pairs than those of padding")
+    return real[..., None, :]
 
 
 def _gather_keys(mask: Tensor, of_ranks: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:

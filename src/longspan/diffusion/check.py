@@ -1,7 +1,7 @@
 """Read how a transformer of diffusers is sharded from a small copy, and compare the sharded copy with the copy itself.
 
 The copy has the model's class and config with few, narrow layers (`small.py`). It runs on the ranks of the sharding, in
-fp64, on numbers of tokens that the ranks divide, so that every rank sees the same shapes and raises the same errors.
+fp32, on numbers of tokens that the ranks divide, so that every rank sees the same shapes and raises the same errors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
 from longspan.diffusion.attention import bind
-from longspan.diffusion.small import Draw, Inputs, find_layout, make_inputs, patch_of, shrink
+from longspan.diffusion.small import CONFIGS, Draw, Inputs, find_layout, make_inputs, patch_of, shrink
 from longspan.diffusion.structure import Recorder, Structure, block_lists, candidates, comes_first, made_of, tensors_in
 from longspan.diffusion.tokens import Tokens
 from longspan.hf.state import DiffusionState
 
-_TOLERANCE = 1e-4  # models compute norms and rotary angles in fp32; a token that is missing changes far more
+_TOLERANCE = 1e-3  # the order of sums in fp32 changes less, a token that is missing far more
+
+
+_LARGEST = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Known:
             raise LongspanError(
                 f"`hidden_states` has {n} tokens, fewer than the {ranks} ranks; use at most {n} ranks, or pad it"
             )
-        for kind, held in _per_token_counts(arguments):
+        for kind, held in _per_token_counts(arguments, self.time_per_token):
             if held not in (n, tokens.get("encoder_hidden_states")):
                 others = " and ".join(f"`{stream}` {n}" for stream, n in tokens.items())
                 raise LongspanError(f"{kind} has {held} tokens, {others}; give one entry per token")
@@ -84,7 +87,7 @@ class Known:
 PATCHED = ("BNC", "BCHW", "BCFHW", "BFCHW")
 
 
-def _per_token_counts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _per_token_counts(arguments: Mapping[str, Any], per_token: bool) -> Iterator[tuple[str, int]]:
     """Yield the names of inputs with one entry per token, and their entries."""
     sides: list[Any] = [arguments.get(name) for name in ("num_frames", "height", "width")]
     if all(isinstance(n, int) for n in sides) and arguments.get("video_coords") is None:
@@ -94,7 +97,7 @@ def _per_token_counts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]
         of_row = shapes[0] if isinstance(shapes[0], list) else shapes[:1]
         yield "the rotary embedding", sum(math.prod(grid) for grid in of_row)
     time = arguments.get("timestep")
-    if isinstance(time, Tensor) and time.dim() == 2 and time.shape[1] > 1:
+    if per_token and isinstance(time, Tensor) and time.dim() == 2 and time.shape[1] > 1:
         yield "`timestep`", time.shape[1]
     for name in ("img_ids", "txt_ids", "image_rotary_emb"):
         for _, x in tensors_in(arguments.get(name)):
@@ -104,14 +107,19 @@ def _per_token_counts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]
 def small_config(model: nn.Module, heads: int, layers: int = 2) -> dict[str, Any]:
     """Return the config of a small copy."""
     config: Any = model.config
-    return shrink({name: x for name, x in config.items() if not name.startswith("_")}, heads, layers)
+    given = {name: x for name, x in config.items() if not name.startswith("_")}
+    return shrink(given, heads, layers) | CONFIGS.get(type(model).__name__, {})
 
 
 def small_copy(kind: Any, config: dict[str, Any], device: torch.device) -> nn.Module:
-    """Return a small model in fp64, the same on every rank. No weight is zero, as then gradients of others would be."""
+    """Return a small model in fp32, the same on every rank. No weight is zero, as then gradients of others would be."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(**config).parameters())
+    if size > _LARGEST:
+        raise LongspanError(f"its small copy would have {size:,} weights, as its config could not be shrunk")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = kind(**config).double()
+        model: nn.Module = kind(**config).float()
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.1)
@@ -129,11 +137,11 @@ def draw_for(model: nn.Module, ranks: int, device: torch.device) -> Draw:
     text = math.ceil(5 / ranks) * ranks
     while {text} & widths:
         text += ranks
-    width = math.ceil(4 / ranks) * ranks
-    while {n := 3 * frames * width, n + text} & widths or n <= text:
-        width += ranks
+    side = 4  # a square: some models ask for one
+    while (n := frames * side * side) % ranks or {n, n + text} & widths or n <= text:
+        side += 1
     generator = torch.Generator().manual_seed(0)
-    return Draw(config, 2, (frames, 3, width), text, generator, device, torch.float64)
+    return Draw(config, 2, (frames, side, side), text, generator, device)
 
 
 def read(model: nn.Module, sp: SequenceSharding) -> Known:
@@ -184,14 +192,14 @@ def _read(small: nn.Module, sp: SequenceSharding) -> Known:
         variants.append(per_token)
     recorded = []
     for inputs in variants:
-        with torch.no_grad(), Recorder(small) as recorder:
+        with torch.no_grad(), Recorder(small, draw.rows) as recorder:
             small(**inputs, return_dict=False)
         recorded.append(recorder)
     expected = [run(copy.deepcopy(small), inputs) for inputs in variants]
     problem = ""
 
     def is_first(path: str, name: str) -> bool:
-        with torch.no_grad(), Recorder(small, (path, name)) as disturbed:
+        with torch.no_grad(), Recorder(small, draw.rows, (path, name)) as disturbed:
             small(**variants[0], return_dict=False)
         return comes_first(recorded[0], disturbed)
 
@@ -280,16 +288,20 @@ def _difference(
     try:
         shard_tokens(model, structure, tokens)
         for inputs, wanted in zip(variants, expected, strict=True):
-            found = run(model, at_entrance(inputs, structure, tokens))
+            found = run(model, at_entrance(inputs, structure, tokens, len(variants) > 1))
             largest = max(float(x.abs().max()) for name, x in wanted.items() if not name.startswith("output"))
             for name, x in wanted.items():
                 mine = found.get(name, torch.zeros_like(x))
                 if not name.startswith("output") and sp.group is not None:
                     dist.all_reduce(mine, group=sp.group)
                     mine = mine / sp.size
-                scale = max(float(x.abs().max()), 1e-3 * largest)  # a key's bias has gradient 0, up to rounding
+                scale = max(float(x.abs().max()), 1e-2 * largest)  # a key's bias has gradient 0, up to rounding
                 if not torch.allclose(mine, x, rtol=_TOLERANCE, atol=_TOLERANCE * scale):
-                    return f"tokens mix outside of its attention (`{name}` of a small copy differs when it is sharded)"
+                    by = float((mine - x).abs().max()) / scale
+                    return (
+                        f"tokens mix outside of its attention (`{name}` of a small copy differs by {by:.0e} when it is "
+                        f"sharded)"
+                    )
     except Exception as error:  # of any kind, and of the same kind on every rank
         return (
             f"a small copy of it fails when it is sharded ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
@@ -305,10 +317,15 @@ def shard_tokens(model: nn.Module, structure: Structure, tokens: Tokens) -> int:
     return len(attention)
 
 
-def at_entrance(inputs: Inputs, structure: Structure, tokens: Tokens) -> Inputs:
+def at_entrance(inputs: Inputs, structure: Structure, tokens: Tokens, time_per_token: bool) -> Inputs:
     """Return the inputs with this rank's part of time steps that are one per token."""
     time = inputs.get("timestep")
-    if not structure.exits or not isinstance(time, Tensor) or time.dim() != 2 or time.shape[1] == 1:
+    if (
+        not (structure.exits and time_per_token)
+        or not isinstance(time, Tensor)
+        or time.dim() != 2
+        or time.shape[1] == 1
+    ):
         return inputs
     return inputs | {"timestep": shard_along(time, 1, tokens.sp.group)}
 

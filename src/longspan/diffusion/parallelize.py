@@ -189,7 +189,8 @@ class _Entrance:
             self._check(model, whole)
             if self.gradients is not None:
                 self.gradients.check(model)
-            mine = at_entrance(self._replicated(whole), self.known.structure, self.tokens)
+            known = self.known
+            mine = at_entrance(self._replicated(whole), known.structure, self.tokens, known.time_per_token)
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
         if self.inputs is not None:

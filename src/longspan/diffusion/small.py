@@ -19,7 +19,7 @@ Inputs = dict[str, Any]
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "dit_heads", "num_cross_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_attention_heads")
 _HEAD_DIM = ("attention_head_dim", "head_dim", "linear_head_dim", "cross_attention_head_dim")
-_WIDTH = ("hidden_size", "dim", "model_dim", "dit_dim", "embed_dim")
+_WIDTH = ("hidden_size", "dim", "model_dim", "dit_dim", "embed_dim", "hidden_dim")
 _AXES = ("axes_dims_rope", "rope_axes_dim", "axes_dims", "axes_dim_rope", "rope_dim_list", "axes_dim", "rope_dim")
 _DEPTH = ("layers", "depth", "blocks")
 _TEXT = (
@@ -28,7 +28,7 @@ _TEXT = (
     "cross_attention_dim", "condition_dim", "llm_features_dim", "cross_attention_input_dim", "dit_text_dim",
     "encoder_hidden_size",
 )  # fmt: skip
-_NARROW = 10
+_NARROW = 16
 
 
 def first_of(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
@@ -41,6 +41,13 @@ def patch_of(config: Any) -> tuple[int, int, int]:
     p = first_of(config, ("patch_size", "all_patch_size", "latent_patch_size"), 1)
     p = tuple(p) if isinstance(p, tuple | list) else (p,)
     return (p[0], p[1], p[2]) if len(p) == 3 else (first_of(config, ("patch_size_t",), 1), p[0], p[-1])
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "WanVACETransformer3DModel": {"vace_layers": [0]},
+    "PRXTransformer2DModel": {"axes_dim": (6, 6)},
+}
+"""What differs in a small copy, by class."""
 
 
 def shrink(config: dict[str, Any], heads: int = 4, layers: int = 2) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def shrink(config: dict[str, Any], heads: int = 4, layers: int = 2) -> dict[str,
 def _shrink(config: dict[str, Any], heads: int, layers: int) -> dict[str, Any]:
     old_heads, axes = first_of(config, _HEADS, 1), first_of(config, _AXES)
     old_width = first_of(config, _WIDTH) or old_heads * first_of(config, _HEAD_DIM, 1)
-    head_dim = 4 * len(axes) if isinstance(axes, tuple | list) else 12
+    head_dim = 16 if isinstance(axes, tuple | list) and len(axes) == 4 else 12  # even parts
     small: dict[str, Any] = {}
     for name, value in config.items():
         if name in _AXES and isinstance(value, tuple | list):
@@ -105,6 +112,10 @@ class Draw:
         return first_of(self.config, names, default)
 
     @property
+    def tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
     def patch(self) -> tuple[int, int, int]:
         return patch_of(self.config)
 
@@ -128,6 +139,8 @@ def latents(draw: Draw, layout: str) -> Tensor:
     """Return pixels or tokens in a layout: "BCFHW", "BFCHW", "BCHW" or "BNC"."""
     sizes = dict(zip("FHW", (n * p for n, p in zip(draw.grid, draw.patch, strict=True)), strict=True))
     channels = draw.of("in_channels", "in_visual_dim", "in_dim", "io_channels", "latent_channel", "latent_dim")
+    if draw.of("visual_cond"):  # a condition and its mask
+        channels = 2 * channels + 1
     n = math.prod(draw.grid if "F" in layout or layout == "BNC" else draw.grid[1:])
     sizes |= {"B": draw.rows, "C": channels, "N": n}
     return draw.normal(*(sizes[axis] for axis in layout))
@@ -183,6 +196,21 @@ def _size(draw: Draw) -> Tensor:
     return torch.tensor([[6.0, 10.0]], device=draw.device, dtype=draw.dtype).expand(draw.rows, -1)
 
 
+def _arange(draw: Draw, n: int) -> Tensor:
+    return torch.arange(n, device=draw.device)
+
+
+def _grids(draw: Draw) -> tuple[Tensor, ...]:
+    return tuple(_arange(draw, n) for n in draw.grid)
+
+
+def _audio(draw: Draw) -> Tensor:
+    """Return the tokens of a sound that belongs to a video, fewer than those of the video."""
+    width = draw.of("audio_in_channels", "in_audio_dim", "audio_acoustic_hidden_dim")
+    return draw.normal(draw.rows, draw.text * 2, width)
+
+
+_SIZES = {"original_size": _size, "target_size": _size, "crop_coords": _size}
 _WAN: dict[str, Callable[[Draw], Any]] = {
     "encoder_hidden_states_image": _image,
     "encoder_hidden_states": lambda draw: (
@@ -198,6 +226,90 @@ OTHERS: dict[str, dict[str, Callable[[Draw], Any]]] = {
     },
     "WanTransformer3DModel": _WAN,
     "ChronoEditTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": {
+        "control_hidden_states": lambda draw: draw.normal(
+            draw.rows,
+            draw.of("vace_in_channels"),
+            *(n * p for n, p in zip(draw.grid, draw.patch, strict=True)),
+        ),
+    },
+    "CosmosTransformer3DModel": {
+        "padding_mask": lambda draw: torch.zeros(
+            1, 1, draw.grid[1], draw.grid[2], dtype=draw.dtype, device=draw.device
+        ),
+        "attention_mask": lambda draw: draw.text_mask(),
+    },
+    "CogView3PlusTransformer2DModel": _SIZES,
+    "CogView4Transformer2DModel": _SIZES,
+    "GlmImageTransformer2DModel": {
+        **_SIZES,
+        "prior_token_id": lambda draw: _arange(draw, draw.rows * draw.tokens).view(draw.rows, -1) % 16,
+        "prior_token_drop": lambda draw: torch.zeros(draw.rows, draw.tokens, dtype=torch.bool, device=draw.device),
+    },
+    "LTX2VideoTransformer3DModel": {
+        "audio_hidden_states": _audio,
+        "audio_num_frames": lambda draw: draw.text * 2,
+        "audio_encoder_hidden_states": _text,
+        "audio_encoder_attention_mask": lambda draw: draw.text_mask(),
+        "sigma": lambda draw: draw.time(0.1, 0.9),
+    },
+    "Kandinsky5Transformer3DModel": {
+        "visual_rope_pos": _grids,
+        "text_rope_pos": lambda draw: _arange(draw, draw.text),
+    },
+    "Kandinsky6Transformer3DModel": {"audio_hidden_states": _audio},
+    "Krea2Transformer2DModel": {
+        "encoder_hidden_states": lambda draw: draw.normal(
+            draw.rows, draw.text, draw.of("num_text_layers"), draw.of("text_hidden_dim")
+        ),
+        "position_ids": lambda draw: torch.cat([draw.ids(1, 1, draw.text) * 0, draw.ids(*draw.grid)]),
+    },
+    "ErnieImageTransformer2DModel": {
+        "text_bth": _text,
+        "text_lens": lambda draw: draw.text_mask().sum(1),
+    },
+    "AceStepTransformer1DModel": {
+        "hidden_states": lambda draw: draw.normal(draw.rows, 2 * draw.tokens, draw.of("audio_acoustic_hidden_dim")),
+        "context_latents": lambda draw: draw.normal(
+            draw.rows, 2 * draw.tokens, draw.of("in_channels") - draw.of("audio_acoustic_hidden_dim")
+        ),
+        "encoder_hidden_states": lambda draw: _text(draw, "encoder_hidden_size", "hidden_size"),
+        "timestep_r": lambda draw: draw.time(),
+    },
+    "PixArtTransformer2DModel": {
+        "added_cond_kwargs": lambda draw: {"resolution": _size(draw), "aspect_ratio": _size(draw)[:, :1]},
+    },
+    "StableAudioDiTModel": {
+        "encoder_hidden_states": lambda draw: _text(draw, "cross_attention_input_dim"),
+        "global_hidden_states": lambda draw: draw.normal(draw.rows, 1, draw.of("global_states_input_dim")),
+    },
+    "StableAudio3DiTModel": {
+        "encoder_hidden_states": lambda draw: _text(draw, "cond_token_dim"),
+        "global_hidden_states": lambda draw: draw.normal(draw.rows, draw.of("global_cond_dim")),
+    },
+    "HunyuanVideo15Transformer3DModel": {
+        "encoder_hidden_states_2": lambda draw: draw.normal(draw.rows, draw.text, draw.of("text_embed_2_dim")),
+        "encoder_attention_mask_2": lambda draw: draw.text_mask(),
+        "image_embeds": lambda draw: draw.normal(draw.rows, draw.text, draw.of("image_embed_dim")),
+    },
+    "DiTTransformer2DModel": {"class_labels": lambda draw: _arange(draw, draw.rows)},
+    "HunyuanDiT2DModel": {
+        "text_embedding_mask": lambda draw: draw.text_mask(),
+        "encoder_hidden_states": lambda draw: draw.normal(
+            draw.rows, draw.of("text_len"), draw.of("cross_attention_dim")
+        ),
+    },
+    "ZImageTransformer2DModel": {
+        "x": lambda draw: [
+            draw.normal(draw.of("in_channels"), 1, 2 * draw.grid[1], 2 * draw.grid[2]) for _ in range(draw.rows)
+        ],
+        "t": lambda draw: draw.time(0.1, 0.9),
+        "cap_feats": lambda draw: [draw.normal(draw.text - i, draw.of("cap_feat_dim")) for i in range(draw.rows)],
+    },
+    "AnyFlowTransformer3DModel": {
+        "timestep": lambda draw: draw.time()[:, None].expand(-1, draw.grid[0]),
+        "r_timestep": lambda draw: draw.time()[:, None].expand(-1, draw.grid[0]) / 2,
+    },
     "SkyReelsV2Transformer3DModel": _WAN,
     "CogVideoXTransformer3DModel": {
         "ofs": lambda draw: torch.full((1,), 2.0, device=draw.device) if draw.of("ofs_embed_dim") else None,
@@ -226,7 +338,7 @@ def make_inputs(kind: type, draw: Draw, layout: str) -> Inputs:
     return inputs
 
 
-LAYOUTS = ("BNC", "BCHW", "BCFHW", "BFCHW")
+LAYOUTS = ("BNC", "BCHW", "BCFHW", "BFCHW", "BFHWC", "BCN")
 
 
 def find_layout(model: Any, make: Callable[[str], Inputs]) -> str:

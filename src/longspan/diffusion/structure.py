@@ -141,10 +141,10 @@ class _Call:
 class Recorder(TorchFunctionMode):
     """Records the calls of blocks, and of what mixes tokens in them, in a `with` block."""
 
-    def __init__(self, model: nn.Module, disturbed: tuple[str, str] | None = None) -> None:
-        """`disturbed`: a list of blocks, and an argument of its first block that is changed."""
+    def __init__(self, model: nn.Module, rows: int, disturbed: tuple[str, str] | None = None) -> None:
+        """`rows`: of the batch; `disturbed`: a list of blocks, and an argument of its first block that is changed."""
         super().__init__()
-        self.model, self.disturbed = model, disturbed
+        self.model, self.rows, self.disturbed = model, rows, disturbed
         self.first_rows: list[tuple[Tensor, Tensor]] = []  # of queries and keys in that block
         self.calls: list[_Call] = []
         self.after: list[tuple[str, tuple[int, ...]]] = []  # modules called after the last block: path, output shape
@@ -235,31 +235,34 @@ def candidates(recorded: Sequence[Recorder], text: int, is_first: Callable[[str,
     sharded = [path for path in paths if path in mixing and any(size > text for size in streams[path].values())]
     if not sharded:
         raise LongspanError("no list of its blocks takes and returns all tokens of the latents")
-    first = streams[sharded[0]]
-    base = tuple(dict.fromkeys(first.values()))
-    last = {base.index(shape[1]): path for path, shape in recorded[0].after if len(shape) == 3 and shape[1] in base}
-    exits = {path: stream for stream, path in last.items()}
-    together, apart = (tuple(sharded),), tuple((path,) for path in sharded)
-    tries: list[tuple[tuple[tuple[str, ...], ...], dict[str, int]]] = [(together, exits)] if exits else []
-    tries += [(together, {}), (apart, {})][: len(sharded)]
-        (together, at) for at in ([exits] if exits else []) + [{}]
-    ] + ([(apart, {})] if len(sharded) > 1 else [])
-    for regions, at in tries:
-        yield Structure(
-            {region[0]: _names(streams[region[0]]) for region in regions},
-            {
-                path: _blocks(
-                    [c for c in calls if c.path == path],
-                    tuple(dict.fromkeys(streams[region[0]].values())),
-                    is_first(region[0], _names(streams[region[0]])[0]),
-                )
-                for region in regions
-                for path in region
-            },
-            regions,
-            at,
-            tuple(paths),
-        )
+    for longest in (False, True):
+        if longest:  # the others, such as a text that each row holds another part of, stay on every rank
+            if all(len(set(streams[path].values())) == 1 for path in sharded):
+                return
+            streams = {path: {n: x for n, x in of.items() if x == max(of.values())} for path, of in streams.items()}
+        base = tuple(dict.fromkeys(streams[sharded[0]].values()))
+        last = {base.index(shape[1]): path for path, shape in recorded[0].after if len(shape) == 3 and shape[1] in base}
+        exits = {path: stream for stream, path in last.items()}
+        together, apart = (tuple(sharded),), tuple((path,) for path in sharded)
+        tries: list[tuple[tuple[tuple[str, ...], ...], dict[str, int]]] = [(together, exits)] if exits else []
+        tries += [(together, {}), (apart, {})][: len(sharded)]
+        for regions, at in tries:
+            yield Structure(
+                {region[0]: _names(streams[region[0]]) for region in regions},
+                {
+                    path: _blocks(
+                        [c for c in calls if c.path == path],
+                        tuple(dict.fromkeys(streams[region[0]].values())),
+                        is_first(region[0], _names(streams[region[0]])[0]),
+                        longest,
+                    )
+                    for region in regions
+                    for path in region
+                },
+                regions,
+                at,
+                tuple(paths),
+            )
 
 
 def _names(streams: dict[str, int]) -> tuple[str, ...]:
@@ -278,7 +281,8 @@ def comes_first(plain: Recorder, disturbed: Recorder) -> bool:
     for call in plain.calls:
         sites = [site for of_module in call.attention.values() for site in of_module if not site[0]]
         if call.path == path:
-            length = call.arguments[name, 3][1]
+            shape = call.arguments[name, 3]
+            length = shape[0] if shape[1] == plain.rows else shape[1]
             for i, (_, *sizes) in enumerate(sites, first):
                 for before, after, size in zip(plain.first_rows[i], disturbed.first_rows[i], sizes, strict=True):
                     if size > length:
@@ -296,12 +300,17 @@ def _streams(recorded: Recorder, path: str) -> dict[str, int]:
     for (_, dims), shape in call.outputs.items():
         name = next((name for name, x in arguments.items() if x == shape and name not in found), None)
         if dims == 3 and name is not None:
-            found[name] = shape[1]
+            found[name] = shape[0] if shape[1] == recorded.rows else shape[1]
     return {name: found[name] for name in arguments if name in found}
 
 
-def _blocks(calls: list[_Call], base: tuple[int, ...], in_order: bool) -> dict[frozenset[tuple[str, str]], Block]:
-    """Return the kinds of blocks of a list. Not `in_order`: the last stream, or what is replicated, comes first."""
+def _blocks(
+    calls: list[_Call], base: tuple[int, ...], in_order: bool, longest: bool
+) -> dict[frozenset[tuple[str, str]], Block]:
+    """Return the kinds of blocks of a list.
+
+    Not `in_order`: the last stream, or what is replicated, comes first. `longest`: what exceeds a stream is replicated.
+    """
     order = tuple(range(len(base)))[:: 1 if in_order else -1]
 
     def of(size: int) -> tuple[int, ...] | None:
@@ -320,6 +329,8 @@ def _blocks(calls: list[_Call], base: tuple[int, ...], in_order: bool) -> dict[f
             found = of(queries)
             return None if found is None else Attention(found, found, sums=True)
         q, k = of(queries), of(keys)
+        if longest:
+            q, k = ((0, REPLICATED)[:: 1 if in_order else -1] if n > base[0] else of(n) for n in (queries, keys))
         if k is None:
             part = next((of(keys - more) for more in sorted(replicated) if of(keys - more)), None)
             k = (REPLICATED,) if part is None else ((*part, REPLICATED) if in_order else (REPLICATED, *part))

@@ -112,7 +112,8 @@ class Tokens:
         signature, block, streams = self.blocks[module]
         arguments = named_arguments(signature, module, args, kwargs)
         if streams and not self.is_split:
-            sizes = {path: x.shape[1] for path, x in tensors_in(arguments) if path in streams}
+            cuts = {path: cut.dim for (path, _), cut in block.arguments.items() if cut is not None}
+            sizes = {path: x.shape[cuts[path]] for path, x in tensors_in(arguments) if path in streams}
             self.lengths = tuple(sizes[name] for name in streams)
         split: dict[str, Any] = self._with(arguments, block.arguments, self.split)
         return split
@@ -151,17 +152,17 @@ class Tokens:
             return
         checkpoint = getattr(found, "without_lengths", found)
 
-        def checkpointed(block: nn.Module, *args: Any) -> Any:
+        def checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if block not in self.blocks:
-                return checkpoint(block, *args)
-            args = tuple(self.split_arguments(block, args, {}).values())
+                return checkpoint(block, *args, **kwargs)
+            arguments = self.split_arguments(block, args, kwargs)
             lengths = self.lengths
 
             def run(*args: Any) -> Any:
                 with self.of_forward(lengths):
-                    return block(*args)
+                    return block(**dict(zip(arguments, args, strict=True)))
 
-            return checkpoint(run, *args)
+            return checkpoint(run, *arguments.values())
 
         checkpointed.without_lengths = checkpoint  # type: ignore[attr-defined]
         set_checkpoint_function(model, checkpointed)
