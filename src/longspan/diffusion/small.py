@@ -210,7 +210,7 @@ def _audio(draw: Draw) -> Tensor:
     return draw.normal(draw.rows, draw.text * 2, width)
 
 
-_SIZES = {"original_size": _size, "target_size": _size, "crop_coords": _size}
+_SIZES: dict[str, Callable[[Draw], Any]] = {"original_size": _size, "target_size": _size, "crop_coords": _size}
 _WAN: dict[str, Callable[[Draw], Any]] = {
     "encoder_hidden_states_image": _image,
     "encoder_hidden_states": lambda draw: (
