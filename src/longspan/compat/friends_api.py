@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from longspan.core.errors import require
@@ -185,16 +185,9 @@ def version_of_diffusers() -> str:
     return str(sys.modules["diffusers"].__version__)
 
 
-def split_plan(model: Any) -> dict[str, Any]:
-    """Return where diffusers' context parallelism splits and joins a model's tokens; empty without such a plan."""
-    plan: dict[str, Any] | None = model._cp_plan
-    return plan or {}
-
-
-def is_processor_of_diffusers(processor: Any, names: Collection[str]) -> bool:
-    """Return whether an attention processor is one of diffusers' classes."""
-    kind = type(processor)
-    return kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"
+def is_of_diffusers(x: Any) -> bool:
+    """Return whether the class of an object, such as an attention processor, is one of diffusers."""
+    return type(x).__module__.partition(".")[0] == "diffusers"
 
 
 def hooks_of(module: Any) -> list[str]:
