@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from longspan.comm.shard import global_mean as global_mean
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.core.memory import Memory as Memory
-    from longspan.diffusion.tokens import shard_target as shard_target
+    from longspan.diffusion.check import shard_target as shard_target
     from longspan.elastic.batches import elastic_batches as elastic_batches
     from longspan.elastic.batches import schedule as schedule
     from longspan.hf.batch.shard import shard_batch as shard_batch
     from longspan.hf.batch.trees import pack_tree as pack_tree
     from longspan.hf.cache.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.compile import compile_layers as compile_layers
+    from longspan.hf.forward.distillation import distillation_loss as distillation_loss
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.forward.mixer_functions import register_mixer as register_mixer
@@ -55,6 +56,7 @@ _DEFINED_IN = {
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
     "compile_layers": "longspan.hf.compile",
+    "distillation_loss": "longspan.hf.forward.distillation",
     "dsp": "longspan.attn.methods.dsp",
     "elastic_batches": "longspan.elastic.batches",
     "explain": "longspan.hf.state",
@@ -72,7 +74,7 @@ _DEFINED_IN = {
     "register_mixer": "longspan.hf.forward.mixer_functions",
     "schedule": "longspan.elastic.batches",
     "shard_batch": "longspan.hf.batch.shard",
-    "shard_target": "longspan.diffusion.tokens",
+    "shard_target": "longspan.diffusion.check",
     "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",

@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from longspan.core.errors import require
@@ -77,6 +77,30 @@ def count_tokens_once(trainer: Any, times: int) -> None:
         return generated
 
     trainer._generate = counted
+
+
+def micro_batches(trainer: Any, make: Callable[[], Any]) -> Any:
+    """Return the loader of an AsyncGRPOTrainer as `make`, its own method, makes it, before accelerate prepares it."""
+    trainer.accelerator.prepare = lambda loader: loader
+    try:
+        return make()
+    finally:
+        del trainer.accelerator.prepare
+
+
+def count_flops_of_replicas(trainer: Any, ranks: int) -> None:
+    """Let an AsyncGRPOTrainer divide its FLOPs by those of all `ranks` of a replica, which it counts as one process."""
+    if trainer._peak_flops_per_device is not None:
+        trainer._peak_flops_per_device *= ranks
+
+
+_PICTURES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
+             "token_type_ids", "mm_token_type_ids", "image_position_ids")  # fmt: skip
+
+
+def pictures_of_distillation(inputs: Any) -> dict[str, Any]:
+    """Return the arguments that a DistillationTrainer passes to its model besides tokens and mask."""
+    return {key: inputs[key] for key in _PICTURES if key in inputs}
 
 
 def harness_command_line() -> Any:
@@ -179,16 +203,9 @@ def version_of_diffusers() -> str:
     return str(sys.modules["diffusers"].__version__)
 
 
-def split_plan(model: Any) -> dict[str, Any]:
-    """Return where diffusers' context parallelism splits and joins a model's tokens; empty without such a plan."""
-    plan: dict[str, Any] | None = model._cp_plan
-    return plan or {}
-
-
-def is_processor_of_diffusers(processor: Any, names: Collection[str]) -> bool:
-    """Return whether an attention processor is one of diffusers' classes."""
-    kind = type(processor)
-    return kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"
+def is_of_diffusers(x: Any) -> bool:
+    """Return whether the class of an object, such as an attention processor, is one of diffusers."""
+    return type(x).__module__.partition(".")[0] == "diffusers"
 
 
 def hooks_of(module: Any) -> list[str]:
