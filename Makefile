@@ -63,7 +63,7 @@ CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast alone lint docs bench gpu gpus newest cpus fuzz chaos faults package clean
+.PHONY: help demo test check fast lanes lint docs bench gpu gpus newest cpus fuzz chaos faults package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -76,15 +76,12 @@ demo: $(DEMO_STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, th
 
 test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, and those that round again on a lesser CPU's kernels
 	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j3 ranks-1 ranks-2 alone lint $(addprefix fast-,$(LESSER)))
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j3 lanes lint $(addprefix fast-,$(LESSER)))
 
-# Two halves of the files, and tests of one process beside them: ranks leave cores idle while they wait for each other.
-ranks-%: $(STAMP)
-	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m ranks --part $*/2
-
-# Tests of one process, and of commands.
-alone: $(STAMP)
-	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not ranks"
+# Two halves of the files with ranks, which leave cores idle while they wait for each other, and tests of one process
+# and of commands beside them.
+lanes: $(STAMP)
+	@$(BIN)/python -m tests.lanes "-m ranks --part 1/2" "-m ranks --part 2/2" "-m 'not ranks'"
 
 check: $(STAMP)  ## before every commit: lint, the fast tier, and what rounds again on kernels of a CPU without AVX
 	@$(MAKE) --no-print-directory --output-sync -j2 fast lint fast-default

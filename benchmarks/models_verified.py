@@ -2,10 +2,10 @@
 
     python -m benchmarks.models_verified [--family causal/llama ...]
 
-For each family in transformers' own lists, and of `tests/hf/pictures.py`, a small model with random weights
-(`tests/fuzz/families.py`) takes a training step and generates as in `CASES`, and is compared with plain transformers in
-one process. Those of `CHECKS` also train on every mesh of so many ranks. Results are stored in runs/models.json, so
-an interrupted run continues; `--again` starts from the beginning. The exit code is 1 if anything differs.
+For each family in transformers' own lists a small model with random weights (`tests/fuzz/families.py`) takes a
+training step and generates as in `CASES`, and is compared with plain transformers in one process. Those of `CHECKS`
+also train on every mesh of so many ranks. Results are stored in runs/models.json, so an interrupted run continues;
+`--again` starts from the beginning. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "generation": {"mesh": {"ulysses": 2}, "job": "generate", "generation": {"max_new_tokens": 3}, "padding": "left"},
 }
 """Cases of every family: changes of the default case, a step of two rows of 21 tokens with FSDP."""
-MORE = """\
-LlavaPixtral is Llava with the tower of Pixtral. Other families are refused.
-"""
-"""Vision-language models that this file does not run."""
-
 CHECKS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "recurrent": (test_hybrids.check_every_mesh, HYBRIDS, (4, 8)),
     "vision": (test_vision.check_every_mesh, pictures.FAMILIES, (2, 4, 8)),
@@ -85,7 +80,7 @@ def main(family: tuple[str, ...] = (), again: bool = False) -> None:
     if again:
         RESULTS.unlink(missing_ok=True)
     RESULTS.parent.mkdir(exist_ok=True)
-    names = family or families()
+    names = family or [name for name in families() if not name.startswith("vision/")]
     rows: dict[str, Any] = {} if family or not RESULTS.exists() else json.loads(RESULTS.read_text())
     pools = Pools()
 
@@ -134,6 +129,9 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     reasons: dict[str, list[str]] = {}
     for family, row in refused.items():
         reasons.setdefault(_reason(_line(row["accepted"][1])), []).append(family)
+    missing = dict[str, list[str]]()
+    for family, row in unbuilt.items():
+        missing.setdefault(_line(row["accepted"][1]).replace("|", "\\|"), []).append(family)
     why = [[reason, _names(families)] for reason, families in sorted(reasons.items(), key=lambda item: -len(item[1]))]
     kinds = [row[name][0] for row in run.values() for name in CASES if name in row]
     return f"""# Models
@@ -142,8 +140,8 @@ Look up whether a family of transformers trains and generates sharded.
 
 Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
-Each causal and masked language model of transformers, and each supported vision-language model ({len(rows)} together),
-was made small, with random weights, and compared with one process: loss, logits and every gradient. {len(run)} are
+Each causal, masked and image-text-to-text model of transformers ({len(rows)} together) was made small, with random
+weights, and compared with one process: loss, logits and every gradient. {len(run)} are
 accepted, {len(refused)} are refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the
 {len(kinds)} cases are equal up to fp32 rounding.
 
@@ -172,11 +170,10 @@ and Llama-4. Other families that stack their experts run the same code.
 
 ## Vision-language
 
-Names are those of classes, without their ends. There is no tensor axis.
+Images, videos and audio in some rows. There is no tensor axis.
 
-{_table(run, "vision")}
+{_table(run, "types")}
 
-{MORE}
 ## Diffusion
 
 Names are those of classes of diffusers. Latte has no ring; another class is accepted if the check of `parallelize`
@@ -192,7 +189,10 @@ passes.
 
 ## Not tried
 
-transformers itself could not build or run a small model of: {_names(list(unbuilt))}.
+transformers itself could not build or run a small model of these.
+
+{_rows("why", "models")}
+{chr(10).join(f"|{reason}|{_names(families)}|" for reason, families in missing.items())}
 """
 
 
@@ -207,7 +207,7 @@ def _equal(found: dict[str, list[str]], kind: str) -> str:
 
 
 def _names(families: list[str]) -> str:
-    return ", ".join(re.sub("^(causal|vision)/", "", family) for family in families)
+    return ", ".join(re.sub("^(causal|types)/", "", family) for family in families)
 
 
 def _table(run: dict[str, dict[str, list[str]]], kind: str) -> str:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from longspan.plan.from_model import shape_from_config
+from tests.syncs import tensors_in
 
 NOTHING: dict[str, Any] = {"batch_isend_irecv": lambda _: []}
 NOTHING |= dict.fromkeys(
@@ -30,10 +30,10 @@ NOTHING |= dict.fromkeys(
 
 CONFIG = {
     "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
+    "vocab_size": 1024, "num_hidden_layers": 3, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
 MODEL = shape_from_config({"model_type": "llama", **CONFIG}, "test")
-"""A Llama of four layers, and its shape for the planner."""
+"""A Llama of three layers, and its shape for the planner."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -63,8 +63,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._run(func, args, kwargs or {})
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.device.type != "cpu":
+        for x in tensors_in(out):
+            if x.device.type != "cpu":
                 self._count(x, func)
         if self.inside and func.overloadpacket is torch.ops.aten._flash_attention_backward:
             self._reach(self.now + flash_backward_bytes(*args[:5]), func)

@@ -204,7 +204,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
 
     options = {**BASE, **FAMILIES.get(family, MORE.get(family, {})), **changes}
     options = {name: value for name, value in options.items() if value is not None}
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats the stack for each kind of device
     config = getattr(transformers, f"{family}Config")(**options)
     kind = transformers.AutoModelForMaskedLM if family in MASKED else transformers.AutoModelForCausalLM
     return kind.from_config(config).float()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from longspan.hf.batch.trees import pack_tree as pack_tree
     from longspan.hf.cache.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.compile import compile_layers as compile_layers
+    from longspan.hf.forward.distillation import distillation_loss as distillation_loss
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.forward.mixer_functions import register_mixer as register_mixer
@@ -55,6 +56,7 @@ _DEFINED_IN = {
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
     "compile_layers": "longspan.hf.compile",
+    "distillation_loss": "longspan.hf.forward.distillation",
     "dsp": "longspan.attn.methods.dsp",
     "elastic_batches": "longspan.elastic.batches",
     "explain": "longspan.hf.state",

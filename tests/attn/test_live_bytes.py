@@ -279,9 +279,10 @@ def test_planned_bytes_of_slices_of_heads(slices: int, mesh: dict[str, int]) -> 
     """With a vocabulary whose logits are fewer than what attention holds."""
     memory, changes = dataclasses.replace(LONGEST, head_slices=slices), {"vocab_size": 64}
     model = shape_from_config({"model_type": "llama", **CONFIG, **changes}, "test")
-    c = CostContext(model, Job(context=PER_RANK * math.prod(mesh.values()), dtype="bf16", memory=memory).on(**mesh))
+    per_rank = PER_RANK // 2
+    c = CostContext(model, Job(context=per_rank * math.prod(mesh.values()), dtype="bf16", memory=memory).on(**mesh))
     with mock.patch.dict(CONFIG, changes):
-        used = bytes_of_a_step(mesh, memory, PER_RANK).peak
+        used = bytes_of_a_step(mesh, memory, per_rank).peak
     assert _planned_step(c) == pytest.approx(used, rel=0.05)
 
 
@@ -298,11 +299,10 @@ OFFLOADED = {
 )
 def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -> None:
     """On the device, where copies end as late as they may, and in the host's memory; nothing is copied in vain."""
-    memory, per_rank = OFFLOADED[option], 2 * PER_RANK
-    context = per_rank * math.prod(mesh.values())
+    memory, context = OFFLOADED[option], PER_RANK * math.prod(mesh.values())
     c = CostContext(MODEL, Job(context=context, dtype="bf16", memory=memory).on(**mesh))
     with fake_streams():
-        used = bytes_of_a_step(mesh, memory, per_rank)
+        used = bytes_of_a_step(mesh, memory, PER_RANK)
     assert _planned_step(c) == pytest.approx(used.peak, rel=0.05)
     assert offloaded_bytes(c, CATALOGUE["h100"]).host_bytes == {"activations": pytest.approx(used.stored, rel=0.001)}
     assert used.left == 0
@@ -315,7 +315,7 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
 )
 def test_planned_bytes_of_a_step_with_weights_on_the_host(option: str, mesh: dict[str, int]) -> None:
     """Of FSDP: gathered weights, and gradients until they are on the host, are planned and traced too."""
-    planned, _, used = _step_with_weights_on_the_host(mesh, OPTIONS[option], 2 * PER_RANK)
+    planned, _, used = _step_with_weights_on_the_host(mesh, OPTIONS[option], PER_RANK)
     assert planned == pytest.approx(used, rel=0.05)
 
 

@@ -23,8 +23,9 @@ from longspan.plan.cost.peak_memory import peak_memory
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import ALL_TO_ALL_BYTES, CATALOGUE, COMMUNICATOR_BYTES
 from longspan.plan.job import CostContext, Job
+from tests.choose import confirming
 from tests.fakes import fake_world
-from tests.models import HYBRIDS, Run, Truth, build, check_gradients, check_loss, gradients, ropes, sharding, truth_by
+from tests.models import Run, Truth, build, check_gradients, check_loss, gradients, ropes, sharding, truth_by
 from tests.pool import RankPool, on_ranks
 
 IGNORE = -100
@@ -134,7 +135,7 @@ def test_two_ranks(pool2: RankPool) -> None:
     _check(pool2, "Mixtral", {"ulysses": 2}, SHORT, fsdp=False)
 
 
-@pytest.mark.parametrize(("family", "fsdp"), [("Llama", True), ("Mixtral", False)])
+@pytest.mark.parametrize(("family", "fsdp"), [("Llama", True), *confirming([("Mixtral", False)])])
 def test_full_range(pool8: RankPool, family: str, fsdp: bool) -> None:
     """Lengths from 30 to 3,000 on 8 ranks."""
     config = {**LONG, "num_hidden_layers": 1}  # slow in one process
@@ -166,7 +167,7 @@ def test_others(pool4: RankPool, case: str) -> None:
     family, mesh, options = OTHERS[case]
     fewer = SHORT[0][2:8], 20
     short, odd = (fewer, ((18, 20, 16), 20)) if mesh else (SHORT, ((38, 40, 36), 20))
-    if family in HYBRIDS:  # slow in one process
+    if "config" not in options:  # the others run all lengths above
         short = fewer
     rounds = _check(pool4, family, mesh or {"data": 2, "ulysses": 2}, short, odd, **options)[1]
     assert [sum(group.width for group in groups) for groups in rounds] == ([2, 1] if mesh else [4, 2])

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz import multimodal
+from tests.fuzz.families import build
 from tests.hf import pictures
 from tests.models import rows_of
 
@@ -109,7 +111,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         return rng.choice(values) if rng.random() < chance else None
 
     job = rng.choices(["step", "generate", "trainer"], [10, 3, 0.7])[0]
-    vision = family.startswith("vision")
+    vision = family.startswith(("vision", "types"))
     if (family.startswith("masked") and job == "generate") or (vision and job == "trainer"):
         job = "step"
     config = {
@@ -146,8 +148,10 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         rows=rng.choice([1, 1, 2, 3]), length=rng.choice([rng.randint(4, 12), rng.randint(13, 40)]), job=job,
     )  # fmt: skip
     if vision:
+        case = replace(case, double=False)
+    if family.startswith("vision"):
         parts = [_parts(rng, family.partition("/")[2]) for _ in range(case.rows * mesh.get("data", 1))]
-        case = replace(case, parts=parts, double=False)
+        case = replace(case, parts=parts)
     if job == "generate":
         generation = {
             "max_new_tokens": rng.randint(1, 6),
@@ -226,6 +230,11 @@ class Batch:
 def batch_of(case: Case, number: int, vocabulary: int, replica: tuple[int, int] = (0, 1)) -> Batch:
     """Return a batch, the same in every process; `replica` is the number of one, and how many there are."""
     kind, _, name = case.family.partition("/")
+    if kind == "types":
+        model = build(case.family, case.config, case.seed)
+        side, seed = case.padding or "left", case.seed + 1000 * number
+        plain, whole = (multimodal.batch(model, part, side=side, seed=seed) for part in ((0, 1), replica))
+        return Batch(whole, plain, whole["attention_mask"].bool(), [])
     if kind == "vision":
         return _batch_of_pictures(case, name, case.seed + 1000 * number, replica)
     rng = random.Random(f"{case.seed} {number}")

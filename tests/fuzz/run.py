@@ -361,8 +361,8 @@ def _generated(case: Case, model: Any, replica: tuple[int, int] = (0, 1)) -> tup
     batch = batch_of(case, 0, model.config.get_text_config().vocab_size, replica)
     inputs = {k: x for k, x in batch.whole.items() if k != "labels"} | {"attention_mask": batch.real.long()}
     fixed: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    if case.family.startswith("vision"):  # a generated placeholder would need a picture
-        fixed["suppress_tokens"] = list(range(pictures.IMAGE, pictures.END + 1))
+    if case.family.startswith(("vision", "types")):  # a generated placeholder would need a picture
+        fixed["suppress_tokens"] = list(range(pictures.IMAGE, min(64, model.config.get_text_config().vocab_size)))
     config = GenerationConfig(**case.generation, **fixed, return_dict_in_generate=True, output_logits=True)
     out = model.eval().generate(**inputs, generation_config=config)
     return out.sequences, torch.stack(out.logits, 1)

@@ -27,6 +27,7 @@ from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
 from longspan.verify import VerifyConfig, worker
 from longspan.verify.report import Report
+from tests.choose import confirming
 from tests.flags import make
 from tests.generate.generating import run_generate, run_score
 from tests.pool import RankPool
@@ -64,19 +65,21 @@ def _first_layers(model: str, layers: int, folder: Path) -> str:
     return str(folder)
 
 
-def _verify(model: str, text: str) -> Report:
-    mesh = {"ring": 2, "ulysses": 2, "batch": 2}
-    return worker(make(VerifyConfig, model=model, text=text, context=32, **mesh))
+def _verify(model: str, text: str, mesh: dict[str, int]) -> Report:
+    return worker(make(VerifyConfig, model=model, text=text, context=32, batch=2, **mesh))
 
 
-def test_four_ranks_are_verified(smollm2: str, pool4: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pool", "mesh"), [(2, {"ulysses": 2}), *confirming([(4, {"ring": 2, "ulysses": 2})])], indirect=["pool"]
+)
+def test_ranks_are_verified(smollm2: str, pool: RankPool, mesh: dict[str, int], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(TOPICS[name] for name in ("pass", "break", "assert")))
     (tmp_path / "model").mkdir()
-    model = _first_layers(smollm2, 3, tmp_path / "model")
-    report = pool4.run(_verify, model, str(tmp_path / "text.txt"), timeout=LIMIT_S)[0]
+    model = _first_layers(smollm2, 2, tmp_path / "model")
+    report = pool.run(_verify, model, str(tmp_path / "text.txt"), mesh, timeout=LIMIT_S)[0]
     failing = [check.name for check in report.checks if not check.passed]
     assert report.exit_code == 0 and report.setup["tokens"] == 31, failing
-    assert len(report.checks) == 3 + 2 + 3 * 9
+    assert len(report.checks) == 3 + 2 + 2 * 9
     # Rounding is larger than that of random weights, and far from a fault: the last line says so.
     assert 1e-5 < report.detects < 1e-2
 

@@ -315,10 +315,15 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("fsdp", [True, False])
 @on_ranks(2)
 def test_placeholders_without_pixels(fsdp: bool) -> None:
-    """They keep the embedding of their token, as in transformers, also if another replica has pixels."""
+    """They are refused; a replica without pictures runs beside one that has some."""
     sp = sharding(data=2)
     whole = batch("Qwen2_5_VL", IMAGES)
-    replicas = [whole, {key: x for key, x in whole.items() if key not in ("pixel_values", "image_grid_thw")}]
+    text = {key: x for key, x in whole.items() if key not in ("pixel_values", "image_grid_thw")}
+    with pytest.raises(longspan.LongspanError, match=r"image placeholders .id 57., and no `pixel_values` fills them"):
+        longspan.parallelize(build("Qwen2_5_VL"), sp, fsdp=fsdp)(**text)
+    text["input_ids"] = text["input_ids"].masked_fill(whole["input_ids"] == IMAGE, 5)
+    text["mm_token_type_ids"] = torch.zeros_like(text["mm_token_type_ids"])
+    replicas = [whole, text]
     count = 2 * (whole["labels"][:, 1:] != -100).sum()
     plain, model = build("Qwen2_5_VL"), longspan.parallelize(build("Qwen2_5_VL"), sp, fsdp=fsdp)
     losses = [plain(**each, num_items_in_batch=count).loss for each in replicas]

@@ -17,6 +17,7 @@ from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.losses.cross_entropy import IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits, Head
+from longspan.losses.divergence import Divergence
 from longspan.losses.logprobs import EXTRAS, logprobs_of, uniform_logprobs
 from tests.choose import pairwise
 from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
@@ -118,7 +119,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("what", ["loss", "logprobs"])
+@pytest.mark.parametrize("what", ["loss", "logprobs", "divergence"])
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     for name in ("cross_entropy", "logprobs"):
         monkeypatch.setattr(f"longspan.losses.{name}.head_tile", lambda *_: 8)
@@ -126,11 +127,14 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, wh
     Head(module).defer_next = True
     with _Largest() as seen:
         logits = module(hidden)
-        loss = (
-            loss_sum(logits, labels)
-            if what == "loss"
-            else sum(x.sum() for x in logprobs_of(logits, labels, entropy=True))
-        )
+        if what == "divergence":
+            teacher, of_teacher, _ = _case("plain", torch.float32)
+            Head(teacher).defer_next = True
+            loss = loss_sum(logits, labels, Divergence(teacher(of_teacher.detach()), beta=0.5, top_k=3))
+        elif what == "loss":
+            loss = loss_sum(logits, labels)
+        else:
+            loss = sum(x.sum() for x in logprobs_of(logits, labels, entropy=True))
         loss.backward()
     assert seen.most == max(8 * V, V * D, T * D) < T * V
 

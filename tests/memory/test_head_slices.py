@@ -18,6 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import slices_of
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.weights.attention_slices import AttentionSlices
+from longspan.memory import head_slices
 from longspan.plan.from_model import shape_of_model
 from tests.choose import confirming
 from tests.fakes import fake_world
@@ -66,6 +67,19 @@ def test_gradients_equal_those_of_one_slice(family: str, monkeypatch: pytest.Mon
         assert all(sliced.cut is not None for sliced in made.longspan_state.memory.sliced.values())
         for name, gradient in truth.items():
             torch.testing.assert_close(found[name], gradient, rtol=limit, atol=limit * float(gradient.abs().max()))
+
+
+def test_gradients_of_projections_wait_for_several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they are larger than the gradient of the input: four slices of q, k and v are twice as large."""
+    flushed, add_waiting = list[int](), head_slices._Input.add_waiting
+
+    def record(given: Any, add: Any) -> None:
+        flushed.append(len(given.waiting))
+        add_waiting(given, add)
+
+    monkeypatch.setattr(head_slices._Input, "add_waiting", record)
+    _gradients(build("Llama", **EIGHT, num_hidden_layers=1), Memory(head_slices=4))
+    assert flushed == [9, 3]
 
 
 # For each layer, and the last norm: whether its norms compute nothing, because all readers go tile by tile.

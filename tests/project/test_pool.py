@@ -159,10 +159,11 @@ def _hold_groups(count: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux shows the threads of a process")
-def test_ranks_that_hold_many_groups_are_replaced_and_closing_ends_ranks() -> None:
+def test_ranks_that_hold_many_groups_are_replaced_and_closing_ends_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.pool.MAX_THREADS", 24)
     pool = RankPool(2)
     pids = pool.run(_hold_groups, 2)
-    assert pool.run(_hold_groups, 30) == pids
+    assert pool.run(_hold_groups, 8) == pids
     later = pool.run(os.getpid)
     assert not set(later) & set(pids)
     pool.close()

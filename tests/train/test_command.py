@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -39,9 +40,11 @@ def by_trl(method: str, config: Path) -> None:
     script.main(*parsed)
 
 
+STEPS = 8
+SHORT = {"max_steps": STEPS, "save_steps": STEPS}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft": ("sft", {"assistant_only_loss": True, "packing": True}),
-    "dpo": ("dpo", {"per_device_train_batch_size": 2, "learning_rate": 3e-4}),
+    "sft": ("sft", {"assistant_only_loss": True, "packing": True, **SHORT}),
+    "dpo": ("dpo", {"per_device_train_batch_size": 2, "learning_rate": 3e-4, **SHORT}),
 }
 
 
@@ -50,7 +53,7 @@ def plain_log(toy: Path, kind: str) -> list[dict[str, Any]]:
     method, changes = KINDS[kind]
     out = toy / f"plain-{kind}"
     by_trl(method, config_of(toy, method, out, **changes))
-    return log_of(out)
+    return log_of(out, STEPS)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), each_value(["sft", "dpo"], [4, 2]))
@@ -63,15 +66,15 @@ def test_the_log_is_that_of_trl(
     options = {**changes, **mesh, "per_device_train_batch_size": rows}
     config = config_of(toy, method, tmp_path / "run", **options)
     get_pool(ranks).run(train, [method, "--config", str(config)], timeout=240)
-    expected, found = plain_log(toy, kind), log_of(tmp_path / "run")
-    assert len(found) == len(expected) == 20
+    expected, found = plain_log(toy, kind), log_of(tmp_path / "run", STEPS)
+    assert len(found) == len(expected) == STEPS
     for ours, trl in zip(found, expected, strict=True):
         for key in trl.keys() - {"epoch"}:
             assert math.isclose(ours[key], trl[key], rel_tol=2e-4, abs_tol=2e-4), (key, ours, trl)
 
 
-def test_random_weights_by_bytes_resume_on_another_mesh(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
-    """A config.json and Python's help texts are enough; a run that ended goes on on other ranks as if it had not."""
+def test_random_weights_by_bytes_resume_on_another_mesh(pool2: RankPool, tmp_path: Path) -> None:
+    """A config.json and Python's help texts are enough; a run that ended goes on on another mesh as if it had not."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     keys = {
         **COMMON, "model_name_or_path": str(tmp_path), "dataset_name": "pydoc", "packing": True, "save_steps": 3,
@@ -83,13 +86,13 @@ def test_random_weights_by_bytes_resume_on_another_mesh(pool2: RankPool, pool4: 
     path.write_text(yaml.safe_dump(keys))
     pool2.run(train, ["sft", "--config", str(path), "--ulysses", "2"], timeout=240)
     shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "cut" / "checkpoint-3")
-    cut = ["sft", "--config", str(path), "--output_dir", str(tmp_path / "cut"), "--ring", "2", "--ulysses", "2"]
-    pool4.run(train, cut, timeout=240)
+    cut = ["sft", "--config", str(path), "--output_dir", str(tmp_path / "cut"), "--ring", "2"]
+    pool2.run(train, cut, timeout=240)
     whole, resumed = log_of(tmp_path / "whole", 6), log_of(tmp_path / "cut", 6)
     assert [entry["step"] for entry in resumed] == [1, 2, 3, 4, 5, 6]
     for ours, plain in zip(resumed, whole, strict=True):
         assert math.isclose(ours["loss"], plain["loss"], rel_tol=2e-4)
-    pool4.run(train, cut, timeout=240)  # there is nothing left to do
+    pool2.run(train, cut, timeout=240)  # there is nothing left to do
     assert log_of(tmp_path / "cut", 6) == resumed and not (tmp_path / "cut" / "checkpoint-7").exists()
     from transformers import AutoModelForCausalLM
 
@@ -114,7 +117,13 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def _alone(argv: list[str]) -> None:
     from longspan.train.command import run
 
-    assert run(argv) == 0
+    with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile their step, which takes long
+        assert run(argv) == 0
+
+
+def _eagerly(argv: list[str]) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        train(argv)
 
 
 @pytest.mark.parametrize("name", list(FEATURES))
@@ -127,7 +136,7 @@ def test_features_train_as_on_one_process(pool2: RankPool, toy: Path, name: str,
     changes = {"max_steps": 4, "save_steps": 4, **changes}
     alone, both = (config_of(toy, "sft", tmp_path / out, **changes, **add) for out, add in (("a", {}), ("b", mesh)))
     run_forked(_alone, ["sft", "--config", str(alone)])
-    pool2.run(train, ["sft", "--config", str(both)], timeout=240)
+    pool2.run(_eagerly, ["sft", "--config", str(both)], timeout=240)
     tolerance = 2e-2 if name in ("frozen, bf16", "muon") else 2e-4  # Muon orthogonalises in bf16
     losses = losses_of(tmp_path / "a", 4)
     assert len(losses) == 4 and losses_of(tmp_path / "b", 4) == pytest.approx(losses, rel=tolerance)

@@ -54,6 +54,7 @@ def rows(kind: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
                        "images": [image(at + i) for i in range(at % 3)]},
             "preference": {"prompt": first, "chosen": " " + second, "rejected": " " + third},
             "judged": {"prompt": first, "completion": " " + second, "label": at % 3 != 0},
+            "prompt": {"prompt": first},
         }[kind])  # fmt: skip
     return made
 
@@ -69,8 +70,15 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "images, lora in the language model": ("SFT", "images", {"peft": r".*language_model.*(q|v)_proj"}),
     "dpo": ("DPO", "preference", {}),
     "kto": ("KTO", "judged", {}),
+    "orpo": ("ORPO", "preference", {}),
+    "cpo": ("CPO", "preference", {}),
+    "simpo": ("CPO", "preference", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    "gkd": ("GKD", "chat", {"lmbda": 0.0, "beta": 0.3, "gradient_accumulation_steps": 2}),
+    "gkd on its own completions": ("GKD", "chat", {"lmbda": 0.7, "max_new_tokens": 6}),
+    "distillation": ("Distillation", "prompt", {"beta": 1.0, "temperature": 0.8, "max_completion_length": 9,
+                                                "gradient_accumulation_steps": 2}),
     "reward lora": ("Reward", "preference", {"peft": ["q_proj", "v_proj"], "center_rewards_coefficient": 0.01}),
-}
+}  # fmt: skip
 
 
 def rewarding() -> Any:
@@ -89,7 +97,6 @@ def log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, 
 
 
 def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
-    import trl
     from datasets import Dataset
     from peft import LoraConfig
 
@@ -103,7 +110,7 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         torch.manual_seed(3)
         kind = {"task_type": "SEQ_CLS"} if trainer_name == "Reward" else {"task_type": "CAUSAL_LM"}
         options["peft_config"] = LoraConfig(r=4, target_modules=layers, **kind)
-    cls, config = getattr(trl, f"{trainer_name}Trainer"), getattr(trl, f"{trainer_name}Config")
+    cls, config = (getattr(_module_of(trainer_name), f"{trainer_name}{kind}") for kind in ("Trainer", "Config"))
     rows_at_once = 4
     if mesh is not None:
         options["sp"] = longspan.SequenceSharding(longspan.init_mesh(**mesh))
@@ -112,14 +119,17 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         cls = longspan.trainer(cls)
     if trainer_name in ("DPO", "KTO") and "peft_config" not in options:
         options["ref_model"] = build("Llama", seed=1)
+    if trainer_name in ("GKD", "Distillation"):
+        options["teacher_model"] = build("Qwen3", seed=1, hidden_size=48, num_attention_heads=6, initializer_range=0.2)
     if data == "images":
         changes["max_length"] = None
         model = build_with_tower("Llava")
     else:
         model = rewarding() if trainer_name == "Reward" else build(family)
+    common = {key: x for key, x in (COMMON | changes).items() if data != "prompt" or key != "max_length"}
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
-        eval_strategy="steps", eval_steps=2, **{**COMMON, **changes},
+        eval_strategy="steps", eval_steps=2, **common,
     )  # fmt: skip
     trainer = cls(
         model=model, args=args, train_dataset=Dataset.from_list(rows(data, 60)),
@@ -130,23 +140,33 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
     return list(trainer.state.log_history)
 
 
+def _module_of(name: str) -> Any:
+    """Return the module of TRL with a trainer."""
+    import importlib
+
+    experimental = name in ("ORPO", "CPO", "GKD")
+    return importlib.import_module(f"trl.experimental.{name.lower()}" if experimental else "trl")
+
+
 @functools.cache
 def plain(kind: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         return log_of(kind, None, Path(folder))
 
 
-CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent")
+CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent", "orpo", "simpo", "gkd",
+          "distillation")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*CHOSEN, *confirming(kind for kind in KINDS if kind not in CHOSEN)])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    replicas = kind in ("lora", "images, lora in both", "dpo")
+    replicas = kind in ("lora", "images, lora in both", "dpo", "orpo", "gkd")
     mesh = {"data": 2, "ring": 2} if replicas else {"tensor" if kind == "packed" else "ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
-        # TRL's own metrics of training are those of the rows of a rank's rounds.
-        check_equal(log, plain(kind), ("entropy", "mean_token_accuracy", "num_tokens") if kind == "elastic" else ())
+        # TRL's own metrics of training are those of the rows of a rank's rounds; logits of padding count in some.
+        but = {"elastic": ("entropy", "mean_token_accuracy", "num_tokens"), "orpo": ("logits/",), "cpo": ("logits/",)}
+        check_equal(log, plain(kind), but.get("cpo" if kind == "simpo" else kind, ()))
 
 
 def check_equal(log: list[dict[str, Any]], expected: list[dict[str, Any]], but: tuple[str, ...] = ()) -> None:
@@ -156,7 +176,7 @@ def check_equal(log: list[dict[str, Any]], expected: list[dict[str, Any]], but: 
         for key, value in theirs.items():
             # A reward is a tenth of the difference of two log-probabilities of about -50, whose fp32 steps are 4e-6.
             least = 5e-6 if "rewards/" in key else 1e-6
-            if not any(part in key for part in ("per_second", "runtime", *but)):
+            if not any(part in key for part in ("per_second", "runtime", "step_time", *but)):
                 assert mine[key] == pytest.approx(value, rel=2e-4, abs=least), (key, mine["step"])
 
 
@@ -303,18 +323,19 @@ def _other_trainers(out: Path) -> list[str]:
     """Return how TRL's other trainers are refused, when made or in their first step."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    class OwnGKDTrainer(GKDTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
 
     said = []
-    simpo = functools.partial(CPOConfig, loss_type="simpo", cpo_alpha=0.0)
     precomputed = functools.partial(DPOConfig, precompute_ref_log_probs=True)
     made: list[tuple[Any, Any, str, dict[str, Any]]] = [
-        (ORPOTrainer, ORPOConfig, "preference", {}),
-        (CPOTrainer, CPOConfig, "preference", {}),
-        (CPOTrainer, simpo, "preference", {}),
-        (GKDTrainer, GKDConfig, "chat", {"teacher_model": build("Llama", seed=1)}),
+        (TPOTrainer, TPOConfig, "preference", {}),
+        (OwnGKDTrainer, GKDConfig, "chat", {"teacher_model": build("Llama", seed=1)}),
+        (GKDTrainer, GKDConfig, "chat", {"teacher_model": build("Llama", seed=1), "compute_metrics": dict}),
         (RLOOTrainer, RLOOConfig, "preference", {"reward_funcs": _reward}),
         (DPOTrainer, precomputed, "preference", {"ref_model": build("Llama", seed=1)}),
     ]
@@ -338,10 +359,10 @@ def _other_trainers(out: Path) -> list[str]:
 
 
 def test_other_trainers_are_refused_with_what_to_do(pool2: RankPool, tmp_path: Path) -> None:
-    for orpo, cpo, simpo, gkd, rloo, dpo in pool2.run(_other_trainers, tmp_path, timeout=120):
-        for name, said in (("ORPOTrainer", orpo), ("CPOTrainer", cpo), ("CPOTrainer", simpo)):
-            assert said.startswith(f"{name} computes its loss from the logits") and "token_logprobs" in said, said
-        assert "GKDTrainer compares its model with a teacher" in gkd and "generat" not in gkd
+    for tpo, own, gkd, rloo, dpo in pool2.run(_other_trainers, tmp_path, timeout=120):
+        assert tpo.startswith("TPOTrainer computes its loss from the logits") and "token_logprobs" in tpo
+        assert "OwnGKDTrainer compares its model with a teacher" in own and "distillation_loss" in own
+        assert "compute_metrics" in gkd
         assert "RLOOTrainer generates with its model" in rloo and "use GRPOTrainer" in rloo
         assert "precompute_ref_log_probs=True" in dpo and "leave it out" in dpo
 

@@ -6,6 +6,7 @@ the right, so the ones that communicate most (`tensor`, `ulysses`) stay inside a
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -61,14 +62,23 @@ class MeshGroups:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshGroups:
         """Return the groups of a mesh; the first call makes those along several axes larger than 1. Collective."""
+        sizes = dict(zip(AXES, mesh.shape, strict=True))
 
-        def along(*axes: str) -> DeviceMesh:
-            large = tuple(axis for axis in axes if mesh[axis].size() > 1)
-            if len(large) < 2:
-                return mesh[large[0] if large else axes[-1]]
-            flat = flatten_mesh(mesh[large], "_".join(large))
-            copy_job_timeout(flat.get_group())
-            return flat
+        def large(*axes: str) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if sizes[axis] > 1) or axes[-1:]
+
+        @functools.cache
+        def flat(*axes: str) -> DeviceMesh:
+            if len(axes) == 1:
+                return mesh[axes[0]]
+            joined = flatten_mesh(mesh[axes], "_".join(axes))
+            copy_job_timeout(joined.get_group())
+            return joined
+
+        def along(*axes: str) -> dist.ProcessGroup:
+            # A group of one axis needs no mesh of its own, which takes a millisecond to make.
+            axes = large(*axes)
+            return mesh.get_group(axes[0]) if len(axes) == 1 else flat(*axes).get_group()
 
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -76,12 +86,12 @@ class MeshGroups:
             mesh.device_type,
             mesh.mesh,
             coordinate,
-            ring=along("ring").get_group(),
-            ulysses=along("ulysses").get_group(),
-            sequence=along("ring", "ulysses").get_group(),
-            model=along("ring", "ulysses", "tensor").get_group(),
-            fsdp_mesh=along("data", "ring", "ulysses"),
-            world=along(*AXES).get_group(),
+            ring=along("ring"),
+            ulysses=along("ulysses"),
+            sequence=along("ring", "ulysses"),
+            model=along("ring", "ulysses", "tensor"),
+            fsdp_mesh=flat(*large("data", "ring", "ulysses")),
+            world=along(*AXES),
         )
 
     def resized(self, shape: Sequence[int], made: dict[Partition, dist.ProcessGroup]) -> MeshGroups:

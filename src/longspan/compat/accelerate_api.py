@@ -26,10 +26,18 @@ if TYPE_CHECKING:
 class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that counts the ranks of a sequence group, which read the same batches, as one process.
 
-    It overrides public methods alone, and calls accelerate's `prepare_data_loader`.
+    It overrides public methods alone, and calls accelerate's `prepare_data_loader`. With `counts_replicas`,
+    `num_processes` is that of replicas too, for trainers that divide by it themselves; transformers' divides it by
+    `get_tp_size`.
     """
 
     longspan_sp: SequenceSharding
+    counts_replicas = False
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of replicas, or of all processes."""
+        return self.longspan_sp.data_size if self.counts_replicas else int(super().num_processes)
 
     @classmethod
     def of(cls, accelerator: Accelerator, sp: SequenceSharding) -> ReplicaAccelerator:

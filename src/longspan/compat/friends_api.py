@@ -61,6 +61,30 @@ def count_tokens_once(trainer: Any, times: int) -> None:
     trainer._generate = counted
 
 
+def micro_batches(trainer: Any, make: Callable[[], Any]) -> Any:
+    """Return the loader of an AsyncGRPOTrainer as `make`, its own method, makes it, before accelerate prepares it."""
+    trainer.accelerator.prepare = lambda loader: loader
+    try:
+        return make()
+    finally:
+        del trainer.accelerator.prepare
+
+
+def count_flops_of_replicas(trainer: Any, ranks: int) -> None:
+    """Let an AsyncGRPOTrainer divide its FLOPs by those of all `ranks` of a replica, which it counts as one process."""
+    if trainer._peak_flops_per_device is not None:
+        trainer._peak_flops_per_device *= ranks
+
+
+_PICTURES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes",
+             "token_type_ids", "mm_token_type_ids", "image_position_ids")  # fmt: skip
+
+
+def pictures_of_distillation(inputs: Any) -> dict[str, Any]:
+    """Return the arguments that a DistillationTrainer passes to its model besides tokens and mask."""
+    return {key: inputs[key] for key in _PICTURES if key in inputs}
+
+
 def harness_command_line() -> Any:
     """Return the class of the harness's command line, which every rank runs after it has registered longspan's model.
 

@@ -44,12 +44,20 @@ ENCODER_OUTPUTS = "mm_encoder_outputs"
 """The argument of a forward that accepts embeddings which the tower has computed before."""
 
 
+_ENCODES = ("get_image_features", "get_video_features", "get_audio_features")
+
+
+def text_part(core: Any) -> Any:
+    """Return the language model within the core of a multimodal model; None if it has no such child."""
+    return getattr(core, "language_model", getattr(core, "text_model", None))
+
+
 def vision_core(model: nn.Module) -> Any:
-    """Return the module of a vision-language model that holds tower and language model; None for other models."""
-    core = model if hasattr(model, "language_model") else getattr(model, "model", None)
-    if not hasattr(core, "language_model") or ENCODER_OUTPUTS not in inspect.signature(model.forward).parameters:
-        return None
-    return core
+    """Return the module of a multimodal model that holds encoders and language model; None for other models."""
+    for core in (model, getattr(model, "model", None)):
+        if text_part(core) is not None and any(hasattr(core, name) for name in _ENCODES):
+            return core if ENCODER_OUTPUTS in inspect.signature(model.forward).parameters else None
+    return None
 
 
 def tower_modules(model: nn.Module) -> set[nn.Module]:
@@ -57,7 +65,7 @@ def tower_modules(model: nn.Module) -> set[nn.Module]:
     core = vision_core(model)
     if core is None:
         return set()
-    return {m for child in core.children() if child is not core.language_model for m in child.modules()}
+    return {m for child in core.children() if child is not text_part(core) for m in child.modules()}
 
 
 def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

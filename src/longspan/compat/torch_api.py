@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.core.errors import LongspanError
 
@@ -342,3 +343,22 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     settings = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), _muon.DEFAULT_NS_STEPS, _muon.EPS
     made: Tensor = _muon._zeropower_via_newtonschulz(matrix, *settings)
     return made
+
+
+class _OnMeta(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = _pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, Tensor) and x.is_meta for x in leaves) and "copy" not in func.__name__:
+            args, kwargs = _pytree.tree_map(_to_meta, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _to_meta(x: Any) -> Any:
+    # Indices keep their values: how many a mask selects is known.
+    small = isinstance(x, Tensor) and not x.is_floating_point()
+    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.dim() and not small else x
+
+
+def on_meta() -> Any:
+    """Within this, move floating tensors on the CPU to the meta device where they meet one that is there."""
+    return _OnMeta()  # type: ignore[no-untyped-call]

@@ -217,6 +217,9 @@ def _rotary_3d(core: Any, batch: Mapping[str, Any], past: int) -> Tensor | None:
         return None
     accepted = inspect.signature(core.compute_3d_position_ids).parameters
     given = {name: batch.get(name) for name in accepted if name not in _CACHE_NAMES}
+    sounds = batch.get("feature_attention_mask")
+    if "audio_feature_lengths" in given and sounds is not None:  # as the forward of Qwen's omni models does
+        given["audio_feature_lengths"] = sounds.sum(-1)
     positions: Tensor | None = core.compute_3d_position_ids(**given, cache=None)
     return positions
 
@@ -230,11 +233,16 @@ def _count_tokens(from_ids: Any, from_embeds: Any, pad: Any, batch: Mapping[str,
 
 def makes_positions(module: Any) -> bool:
     """Return whether a module makes positions from its tokens or mask in a way that `own_positions` does not know."""
-    kind = type(module)
-    from_tokens = any(name.startswith("create_position_ids_from") for name in dir(kind))
+    kind: Any = type(module)
+    from_tokens = _makes_ids(kind)
     counts = re.search(r"(Learned|Sinusoidal)Positional", kind.__name__) is not None
     known = from_tokens or kind.__name__ in (_COUNTS_IN_ROWS, _COUNTS_THE_MASK)
     return (counts or from_tokens) and not (known and _takes(module.forward, "position_ids"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _makes_ids(kind: Any) -> bool:
+    return any(name.startswith("create_position_ids_from") for name in dir(kind))
 
 
 def _takes(function: Any, name: str) -> bool:
@@ -262,8 +270,12 @@ def mixer_functions(module: Any) -> dict[str, Any]:
 
 
 def is_hybrid(model: Any) -> bool:
-    """Return whether a model's family has recurrent layers, even if its config chooses none."""
-    defined = {name for kind in type(model).__mro__ for name in vars(sys.modules[kind.__module__])}
+    """Return whether a model's family has recurrent layers, even if its config chooses none.
+
+    The language model of a multimodal model may be of another file.
+    """
+    kinds = {kind for m in model.modules() if isinstance(m, PreTrainedModel) for kind in type(m).__mro__}
+    defined = {name for kind in kinds for name in vars(sys.modules[kind.__module__])}
     return any(name.partition(".")[0] in defined for name in MIXER_FUNCTIONS)
 
 

@@ -79,7 +79,7 @@ def mlp_rows(tokens: int, hidden: int, width: int, on_cpu: bool) -> int:
     A tile's intermediates, about six in forward and backward, take about a quarter of the hidden states of all tokens.
     `width` is the widest intermediate's.
     """
-    return max(FEWEST_ROWS[on_cpu], -(-tokens * hidden // (4 * 6 * width)))
+    return max(FEWEST_ROWS[on_cpu] // (1 + on_cpu), -(-tokens * hidden // (4 * 6 * width)))
 
 
 def most_mlp_tiles(hidden: int, width: int) -> int:
@@ -110,7 +110,8 @@ def layers_per_checkpoint(layers: int, grouped: bool) -> int:
 FEWEST_ROWS = 2048, 512
 """Fewest tokens of a tile of an MLP or a norm, on a GPU and on a CPU. Matmuls of fewer rows are slow, and each tile
 reads and writes the fp32 sums of the weights' gradients, which on an H100 takes, by its maker's figures, as long as 200
-rows.
+rows. On a CPU, tiles of MLPs may have half as many: that is no slower, and the intermediates of 512 rows are as large
+as an eighth of the hidden states of 16,384 tokens.
 """
 
 

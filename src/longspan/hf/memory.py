@@ -32,6 +32,7 @@ from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_row
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
+from longspan.hf.model.examples import MODALITIES
 from longspan.hf.model.support import draws, final_norm
 from longspan.hf.model.vision import tower_blocks
 from longspan.hf.weights.attention_slices import AttentionSlices
@@ -101,9 +102,6 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     """Return this machine's device for the planner, before or after its ranks start; `rank_memory` is in GB."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
-
-
-MODALITIES = ("image", "video")
 
 
 class AutoMemory:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,19 +28,77 @@ IGNORE = -100
 """The label of a token without a loss (the convention of `torch.nn.functional.cross_entropy`)."""
 
 
+class TokenLoss(Protocol):
+    """A loss of each token's logits."""
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors as large as a tile's logits it computes with; cross entropy has 1."""
+
+    def of_tile(
+        self,
+        span: slice,
+        tile_TV: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor | None,
+        needs_grad: bool,
+        in_place: bool = False,
+        shard: VocabShard | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of a tile's losses, fp64 [], and its gradient `[T, V]` in fp32 or wider, perhaps in the tile.
+
+        `span`: which of this rank's tokens the tile holds. With a `shard` of the vocabulary, return the loss over the
+        whole vocabulary and the gradient of the shard; collective.
+        """
+
+
 @dataclass(frozen=True)
 class LossTerms:
-    """Terms of a token's loss besides -log p(label)."""
+    """Cross entropy: -log p(label), with other terms of a token's loss."""
 
     label_smoothing: float = 0.0  # weight of the mean of -log p over the vocabulary (arXiv:1512.00567, section 7)
     z_loss: float = 0.0  # weight of the squared log-sum-exp (PaLM, arXiv:2204.02311, section 5)
+    tensors = 1
+
+    def of_tile(
+        self,
+        span: slice,
+        tile_TV: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor | None,
+        needs_grad: bool,
+        in_place: bool = False,
+        shard: VocabShard | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `TokenLoss.of_tile`."""
+        dtype = torch.promote_types(tile_TV.dtype, torch.float32)
+        of_label_T = tile_TV.gather(-1, _index(labels_T))[:, 0] if shard is None else shard.of_label(tile_TV, labels_T)
+        label_T = of_label_T.to(dtype)
+        mean_T = tile_TV.mean(-1, dtype=dtype) if self.label_smoothing else None
+        x = tile_TV if in_place and tile_TV.dtype == dtype else tile_TV.to(dtype, copy=True)
+        highest_T = x.amax(-1, keepdim=True)
+        highest_T = highest_T if shard is None else shard.group.largest(highest_T)
+        p_TV = x.sub_(highest_T).exp_()
+        sum_T = p_TV.sum(-1, keepdim=True)
+        if shard is not None:
+            numbers = [sum_T[:, 0], label_T, *([] if mean_T is None else [mean_T * (shard.width / shard.size)])]
+            sum_T, label_T, *means = shard.group.sum_out(torch.stack(numbers)).unbind()
+            sum_T, mean_T = sum_T[:, None], means[0] if means else None
+        lse_T = (sum_T.log() + highest_T)[:, 0]
+        loss_T = _losses(lse_T - label_T, mean_T, lse_T, self)
+        total = scaled(loss_T, labels_T, weights_T).sum(dtype=torch.float64)
+        if not needs_grad:
+            return total, None
+        p_TV.div_(sum_T)
+        _to_gradient(p_TV, labels_T, scaled(torch.ones_like(lse_T), labels_T, weights_T), lse_T, self, shard)
+        return total, p_TV
 
 
 CROSS_ENTROPY = LossTerms()
 
 
 def loss_sum(
-    logits: Tensor | DeferredLogits, labels: Tensor, terms: LossTerms = CROSS_ENTROPY, weights: Tensor | None = None
+    logits: Tensor | DeferredLogits, labels: Tensor, terms: TokenLoss = CROSS_ENTROPY, weights: Tensor | None = None
 ) -> Tensor:
     """Return the sum of the tokens' losses, fp64 []. Not collective, unless the vocabulary is sharded.
 
@@ -79,7 +137,7 @@ class _LossSum(torch.autograd.Function):
             lse_T[span] = tile.gather(-1, index)[:, 0].to(dtype) - log_p
             mean_T = tile.mean(-1, dtype=dtype) if terms.label_smoothing else None
             loss_T = _losses(-log_p, mean_T, lse_T[span], terms)
-            total += _scaled(loss_T, labels, None if weights_T is None else weights_T[span]).sum(dtype=torch.float64)
+            total += scaled(loss_T, labels, None if weights_T is None else weights_T[span]).sum(dtype=torch.float64)
         ctx.save_for_backward(logits_TV, labels_T, weights_T, lse_T)
         ctx.terms = terms
         return total
@@ -88,7 +146,7 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits_TV, labels_T, weights_T, lse_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
-        scale_T = _scaled(grads[0], labels_T, weights_T).to(lse_T.dtype)
+        scale_T = scaled(grads[0], labels_T, weights_T).to(lse_T.dtype)
         in_place = grad_TV.dtype == lse_T.dtype
         scratch: Tensor | None = None
         for span in _tiles(logits_TV):
@@ -116,20 +174,20 @@ class _DeferredLossSum(torch.autograd.Function):
         logits: DeferredLogits,
         labels_T: Tensor,
         weights_T: Tensor | None,
-        terms: LossTerms,
+        terms: TokenLoss,
         hidden_TD: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         by_name = dict(zip(logits.head.bare.trained_names(), parameters, strict=True))
         gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[4:])
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
+        rows = head_tile(terms.tensors * logits.widest, hidden_TD.device.type == "cpu")
         add: Any = functools.partial(_add_autograd_tile, logits, gradients)
         if logits.is_matmul and gradients.needed:
             add = _MatmulTile(logits.head, gradients, rows, len(hidden_TD))
             rows = add.rows
         for start in range(0, len(labels_T), rows):
-            span = slice(start, start + rows)
+            span = slice(start, min(start + rows, len(labels_T)))
             weights = None if weights_T is None else weights_T[span]
             total += add(span, hidden_TD[span], labels_T[span], weights, terms)
         # Not by `save_for_backward`: the backward returns these buffers, so nothing else may hold them.
@@ -154,14 +212,14 @@ class _DeferredLossSum(torch.autograd.Function):
 
 def _add_autograd_tile(
     logits: DeferredLogits, gradients: TileGradients, span: slice, hidden_TD: Tensor, labels_T: Tensor,
-    weights_T: Tensor | None, terms: LossTerms,
+    weights_T: Tensor | None, terms: TokenLoss,
 ) -> Tensor:  # fmt: skip
     """Return the loss of a tile of any head, and add the gradients, which autograd computes."""
     with torch.set_grad_enabled(gradients.needed):
         x = gradients.leaf(hidden_TD)
         tile = logits.compute(x, gradients.stand_ins)
     shard = logits.head.vocab_shard
-    loss, grad_TV = _tile_loss(tile.detach(), labels_T, weights_T, terms, gradients.needed, shard=shard)
+    loss, grad_TV = terms.of_tile(span, tile.detach(), labels_T, weights_T, gradients.needed, shard=shard)
     if grad_TV is not None:
         gradients.add(span, x, [tile], [grad_TV.to(tile.dtype)])
     return loss
@@ -185,20 +243,21 @@ class _MatmulTile:
             gradients.sums[name] = torch.zeros_like(weight_VD.detach(), dtype=wide)
 
     def __call__(
-        self, span: slice, hidden_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, terms: LossTerms
+        self, span: slice, hidden_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, terms: TokenLoss
     ) -> Tensor:
         """Return the loss, and add the gradients."""
         tile = self.head.observe(torch.mm(hidden_TD, self.weight_VD.t(), out=self.buffer[: len(hidden_TD)]))
         total = torch.zeros((), dtype=torch.float64, device=tile.device)
         for start in range(0, len(tile), self.fp32_rows):
-            rows = slice(start, start + self.fp32_rows)
+            rows = slice(start, min(start + self.fp32_rows, len(tile)))
             logits, weights = tile[rows], None if weights_T is None else weights_T[rows]
-            loss, grad = _tile_loss(
-                logits, labels_T[rows], weights, terms, True, in_place=True, shard=self.head.vocab_shard
+            of_all = slice(span.start + rows.start, span.start + rows.stop)
+            loss, grad = terms.of_tile(
+                of_all, logits, labels_T[rows], weights, True, in_place=True, shard=self.head.vocab_shard
             )
             assert grad is not None
             total += loss
-            if grad.dtype != logits.dtype:
+            if grad is not logits:
                 logits.copy_(grad)
             del grad  # before the next one is allocated
         # `tile` now holds the gradient of its logits.
@@ -219,43 +278,6 @@ def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
         total_VD[rows] += grad_TV[:, rows].t() @ hidden_TD
 
 
-def _tile_loss(
-    tile_TV: Tensor,
-    labels_T: Tensor,
-    weights_T: Tensor | None,
-    terms: LossTerms,
-    needs_grad: bool,
-    in_place: bool = False,
-    shard: VocabShard | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a tile's losses, fp64 [], and its gradient `[T, V]` in fp32 or wider, perhaps in the tile.
-
-    With a `shard` of the vocabulary, return the loss over the whole vocabulary and the gradient of the shard;
-    collective.
-    """
-    dtype = torch.promote_types(tile_TV.dtype, torch.float32)
-    of_label_T = tile_TV.gather(-1, _index(labels_T))[:, 0] if shard is None else shard.of_label(tile_TV, labels_T)
-    label_T = of_label_T.to(dtype)
-    mean_T = tile_TV.mean(-1, dtype=dtype) if terms.label_smoothing else None
-    x = tile_TV if in_place and tile_TV.dtype == dtype else tile_TV.to(dtype, copy=True)
-    highest_T = x.amax(-1, keepdim=True)
-    highest_T = highest_T if shard is None else shard.group.largest(highest_T)
-    p_TV = x.sub_(highest_T).exp_()
-    sum_T = p_TV.sum(-1, keepdim=True)
-    if shard is not None:
-        numbers = [sum_T[:, 0], label_T, *([] if mean_T is None else [mean_T * (shard.width / shard.size)])]
-        sum_T, label_T, *means = shard.group.sum_out(torch.stack(numbers)).unbind()
-        sum_T, mean_T = sum_T[:, None], means[0] if means else None
-    lse_T = (sum_T.log() + highest_T)[:, 0]
-    loss_T = _losses(lse_T - label_T, mean_T, lse_T, terms)
-    total = _scaled(loss_T, labels_T, weights_T).sum(dtype=torch.float64)
-    if not needs_grad:
-        return total, None
-    p_TV.div_(sum_T)
-    _to_gradient(p_TV, labels_T, _scaled(torch.ones_like(lse_T), labels_T, weights_T), lse_T, terms, shard)
-    return total, p_TV
-
-
 def _losses(loss_T: Tensor, mean_T: Tensor | None, lse_T: Tensor, terms: LossTerms) -> Tensor:
     """Return the tokens' losses from -log p(label), the mean of each token's logits and their log-sum-exp."""
     if mean_T is not None:
@@ -263,7 +285,7 @@ def _losses(loss_T: Tensor, mean_T: Tensor | None, lse_T: Tensor, terms: LossTer
     return loss_T + terms.z_loss * lse_T.square() if terms.z_loss else loss_T
 
 
-def _scaled(x: Tensor, labels_T: Tensor, weights_T: Tensor | None) -> Tensor:
+def scaled(x: Tensor, labels_T: Tensor, weights_T: Tensor | None) -> Tensor:
     """Return `x`, a number or one per token, times the tokens' weights; 0 where a label is -100."""
     x_T = torch.where(labels_T == IGNORE, 0, x)
     return x_T if weights_T is None else x_T * weights_T.to(x_T.dtype)

@@ -5,11 +5,14 @@ q, k and v, and the columns of the output projection, that a rank of a tensor ax
 whole weights. The slices' outputs are summed; the backward recomputes each slice. So q, k, v, the attention's output
 and their copies for an all-to-all exist for one slice at a time (as in UPipe, arXiv:2602.21196).
 
-Three details save more:
+Four details save more:
 
 - The output projection of each slice adds to one sum: its output does not exist by itself.
 - The first projections read the module's input tile by tile, as a norm computes it from its own input
   (`longspan.memory.tiles`), once per slice for all projections; the gradient of the input is summed likewise.
+- Sums of all slices are as large as the hidden states, what a slice adds to them is smaller. So the inputs of output
+  projections, and in the backward the gradients of first projections, wait until several slices' are as large as the
+  sum. It is allocated when fewer slices' saved outputs are left, or no attention follows.
 - Each slice saves its attention's output and log-sum-exp, if the kernel returns that: no kernel runs again. Under a
   checkpoint they are saved when the layer is recomputed; a selective checkpoint holds them from the forward on.
 
@@ -75,6 +78,14 @@ class HeadCut:
             return not rule.first
         assert rule.parts is not None
         return sum(stop - start for spans in rule.parts.spans for start, stop in spans) > rule.parts.length
+
+    def entries(self, name: str, number: int) -> object:
+        """Return which entries of a weight a slice uses; slices that use the same ones have equal results."""
+        rule = self.rules[name]
+        if rule.dim is None:
+            return rule.first and number
+        assert rule.parts is not None
+        return rule.parts.spans[number]
 
     def add_part(self, total: Tensor, name: str, gradient: Tensor, number: int) -> None:
         """Add the gradient of a slice of a weight to that of the weight."""
@@ -282,7 +293,7 @@ class _Sliced(torch.autograd.Function):
                 out = call.run(number, x, own, total.adder(own), saves)
             if reads is not None:
                 reads.leaves.clear()  # a reference cycle
-            if out is not total.value:
+            if out is not total.returned:
                 raise LongspanError(
                     f"{call.sliced.name} ({type(call.sliced.module).__name__}) changes the result of its output "
                     f"projection, so it cannot run in slices of its heads; use head_slices=1"
@@ -296,8 +307,7 @@ class _Sliced(torch.autograd.Function):
         tensors = [[saved.tensors() for saved in of_slice] for of_slice in each] if layer_call is None else []
         ctx.counts = [[len(x) for x in of_slice] for of_slice in tensors]
         ctx.save_for_backward(*([hidden] if source is None else []), *flatten_tree(tensors)[0])
-        assert total.value is not None
-        return total.value
+        return total.finish()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -313,6 +323,10 @@ class _Sliced(torch.autograd.Function):
             name: torch.zeros_like(weights[name], dtype=_wide(weights[name]) if cut.is_shared(name) else None)
             for name in trained
         }
+
+        def add(number: int, name: str, gradient: Tensor) -> None:
+            cut.add_part(totals[name], name, gradient, number)
+
         given = _Input(x, source, ctx.shape, needs_grad)
         for number in range(cut.count):
             saves = None
@@ -327,7 +341,9 @@ class _Sliced(torch.autograd.Function):
             for each in [] if saves is None else saves.saved:
                 each.release()
             for name, gradient in found.items():
-                cut.add_part(totals[name], name, gradient, number)
+                add(number, name, gradient)
+            if number + 1 == cut.count or given.is_full():
+                given.add_waiting(add)
         names = (name for name, _ in call.sliced.module.named_parameters())
         of_hidden = given.sum().view(ctx.shape) if needs_grad else None
         return None, None, of_hidden, *(totals[n].to(weights[n].dtype) if n in totals else None for n in names)
@@ -336,7 +352,7 @@ class _Sliced(torch.autograd.Function):
 def _slice_gradients(
     call: _Call, number: int, given: _Input, own: dict[str, Tensor], trained: list[str], grad: Tensor, saves: Any
 ) -> dict[str, Tensor]:
-    """Recompute a slice, add the gradient of the module's input to `given`, and return those of the slice's weights."""
+    """Recompute a slice, give `given` its gradients of the input's projections, and return those of other weights."""
     reads = _Reads(given, own, call.sliced.readers)
     module = call.sliced.module.get_submodule(call.cut.last)
     last = getattr(module, "forward")  # noqa: B009 - of the instance
@@ -354,12 +370,12 @@ def _slice_gradients(
     for _ in reads.leaves:
         given.add(found.pop(0))
     reads.leaves.clear()  # a reference cycle
-    gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
-    of_reads = reads.gradients({id(leaf): name for name, leaf in leaves.items()})
-    return {
-        name: gradients[name] + of_reads[name] if name in gradients and name in of_reads else x
-        for name, x in (gradients | of_reads).items()
-    }
+    for weight, bias, gradient in reads.found:
+        name = reads.names[id(weight)]
+        key = name, call.cut.entries(name, number)
+        given.add_later(key, _OfProjection(number, name, weight, bias, gradient))
+    reads.found.clear()
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -367,14 +383,19 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Sum:
-    """The sum of the slices' outputs."""
+    """The sum of the slices' outputs.
+
+    `returned`: what the output projection of the last slice returned, in place of the sum if that is not known yet.
+    """
 
     def __init__(self, call: _Call, weights: dict[str, Tensor]) -> None:
         self.value: Tensor | None = None
+        self.returned: Tensor | None = None
         self.path = call.cut.last
         self.module = call.sliced.module.get_submodule(self.path)
         self.plain = type(self.module) is nn.Linear or f"{self.path}.weight" in call.cut.unpack
         self.compute: Callable[[Tensor], Tensor] = self.module.forward
+        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []  # input, weight and bias of several slices
 
     def adder(self, own: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the output projection of a slice, which adds its output to the sum."""
@@ -382,18 +403,37 @@ class _Sum:
         def add(x: Tensor) -> Tensor:
             if not self.plain:
                 y = self.compute(x)
-                self.value = y if self.value is None else self.value.add_(y)
+                self.value = self.returned = y if self.value is None else self.value.add_(y)
                 return self.value
-            weight, bias = own[f"{self.path}.weight"], own.get(f"{self.path}.bias")
+            weight = own[f"{self.path}.weight"]
+            self.waiting.append((x, weight, own.get(f"{self.path}.bias")))
+            if self.value is not None or sum(x.shape[-1] for x, *_ in self.waiting) >= len(weight):
+                self._add_waiting()
+            self.returned = _without_memory(x, len(weight))
+            return self.returned
+
+        return add
+
+    def finish(self) -> Tensor:
+        """Return the sum."""
+        self._add_waiting()
+        assert self.value is not None
+        return self.value
+
+    def _add_waiting(self) -> None:
+        for x, weight, bias in self.waiting:
             if self.value is None:
                 self.value = F.linear(x, weight, bias)
             elif self.value.dtype == x.dtype == weight.dtype:
                 self.value.view(-1, self.value.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
             else:  # autocast
                 self.value.add_(F.linear(x, weight))
-            return self.value
+        self.waiting.clear()
 
-        return add
+
+def _without_memory(x: Tensor, features: int) -> Tensor:
+    """Return a tensor without memory in place of a linear layer's output."""
+    return x.new_full((), float("nan")).expand(*x.shape[:-1], features)
 
 
 class _Last(torch.autograd.Function):
@@ -403,7 +443,7 @@ class _Last(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias = None if bias is None else bias.dtype
-        return x.new_empty(()).expand(*x.shape[:-1], len(weight))
+        return _without_memory(x, len(weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -423,8 +463,22 @@ class _Last(torch.autograd.Function):
 # The module's input in the backward.
 
 
+@dataclass
+class _OfProjection:
+    """The gradient of a projection of the module's input, `[T, O]`: that of a slice, or the sum of several."""
+
+    number: int  # of a slice
+    name: str  # of the weight
+    weight: Tensor
+    bias: Tensor | None
+    gradient: Tensor
+
+
 class _Input:
-    """The module's input, from a saved tensor or a norm's input, and its gradient so far."""
+    """The module's input, from a saved tensor or a norm's input, and its gradient so far.
+
+    `waiting`: gradients of projections of the input that the sum does not contain yet.
+    """
 
     def __init__(self, saved: Tensor, source: InputSource | None, shape: torch.Size, needs_grad: bool) -> None:
         self.saved, self.source, self.shape = saved, source, shape
@@ -432,6 +486,7 @@ class _Input:
         self.dtype = saved.dtype if source is None else source.dtype
         self.needs_grad = needs_grad
         self.gradient: Tensor | None = None
+        self.waiting = dict[Any, _OfProjection]()  # by the entries of the weight
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield all tokens of the input, `[T, D]`, in tiles."""
@@ -444,7 +499,7 @@ class _Input:
         return torch.cat([tile for _, tile in self.tiles()]).view(self.shape)
 
     def sum(self) -> Tensor:
-        """Return the gradient so far, `[T, D]`. It is allocated late, after the first slice's attention."""
+        """Return the gradient so far, `[T, D]`."""
         if self.gradient is None:
             self.gradient = self.saved.new_zeros(self.shape[:-1].numel(), self.shape[-1], dtype=self.dtype)
         return self.gradient
@@ -453,12 +508,45 @@ class _Input:
         if gradient is not None and self.needs_grad:
             self.sum().add_(gradient.reshape(-1, self.shape[-1]))
 
+    def add_later(self, entries: Any, found: _OfProjection) -> None:
+        """Add a projection's gradient to that of an earlier slice with the same entries of the weight, or keep it."""
+        earlier = self.waiting.setdefault(entries, found)
+        if earlier is not found:
+            earlier.gradient = earlier.gradient.to(_wide(found.gradient)) + found.gradient
+
+    def is_full(self) -> bool:
+        """Return whether what waits takes more memory than the sum will."""
+        if not self.needs_grad or self.gradient is not None:
+            return True
+        return sum(x.gradient.nbytes for x in self.waiting.values()) > self.shape.numel() * self.dtype.itemsize
+
+    def add_waiting(self, add: Callable[[int, str, Tensor], None]) -> None:
+        """Add what waits to the input's gradient, and pass those of weights and biases to `add(slice, name, _)`."""
+        waiting, sums = list(self.waiting.values()), dict[int, Tensor]()
+        self.waiting.clear()
+        for span, tile in self.tiles():
+            for i, x in enumerate(waiting):
+                grad = x.gradient[span].to(tile.dtype)
+                if self.needs_grad:
+                    self.sum()[span].addmm_(grad, x.weight.detach())
+                if x.weight.requires_grad:
+                    product = grad.t() @ tile
+                    if i in sums:
+                        sums[i] += product
+                    else:
+                        sums[i] = product.to(_wide(product)) if self.count > 1 else product
+        for i, gradient in sums.items():
+            add(waiting[i].number, waiting[i].name, gradient)
+        for x in waiting:
+            if x.bias is not None and x.bias.requires_grad:
+                add(x.number, _bias_of(x.name), x.gradient.sum(0))
+
 
 class _Reads:
     """The linear layers that read the module's input in one slice.
 
     The first one that is called computes all of them, tile by tile, so that each tile of the input is computed once. In
-    the backward their gradients are computed together, when those of all their outputs are known.
+    the backward `_Input` computes their gradients together.
     """
 
     def __init__(self, given: _Input, own: dict[str, Tensor], readers: list[str]) -> None:
@@ -508,26 +596,6 @@ class _Reads:
                 else:
                     torch.addmm(bias.detach(), tile, weight.t(), out=into)
 
-    def gradients(self, trained: Mapping[int, str]) -> dict[str, Tensor]:
-        """Add to the gradient of the module's input, and return those of weights and biases, by name."""
-        sums = dict[str, Tensor]()
-        for span, tile in self.given.tiles():
-            for weight, _, grad in self.found:
-                if self.given.needs_grad:
-                    self.given.sum()[span].addmm_(grad[span], weight.detach())
-                name = trained.get(id(weight))
-                if name is not None:
-                    product = grad[span].t() @ tile
-                    if name in sums:
-                        sums[name] += product
-                    else:
-                        sums[name] = product.to(_wide(product)) if self.given.count > 1 else product
-        for _, bias, grad in self.found:
-            if bias is not None and (name := trained.get(id(bias))) is not None:
-                sums[name] = sums[name] + grad.sum(0) if name in sums else grad.sum(0)
-        self.found.clear()
-        return sums
-
 
 def _bias_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.bias"
@@ -551,7 +619,7 @@ class _StandIn(Uncomputed):
 
 
 class _Read(torch.autograd.Function):
-    """The output of a linear layer of the module's input; its gradients are computed later, by `_Reads`."""
+    """The output of a linear layer of the module's input; its gradients are computed later, by `_Input`."""
 
     @staticmethod
     def forward(

@@ -28,6 +28,7 @@ from longspan.compat.reading import (
     mixer_layers,
     positions_of,
     tensor_plan_of,
+    text_part,
     tower_modules,
     vision_core,
 )
@@ -444,19 +445,21 @@ def _tower(model: PreTrainedModel) -> Tower | None:
     modules = tower_modules(model)
     if not modules:
         return None
-    core, config = vision_core(model), model.config.vision_config
+    core, parts = vision_core(model), (f"{name}_config" for name in ("vision", "vq", "audio"))
+    config = next((c for name in parts if (c := getattr(model.config, name, None)) is not None), model.config)
     lists = [m for m in model.modules() if m in modules and isinstance(m, nn.ModuleList)]
-    blocks = next(m for m in lists if any(_ATTENDS.search(name) for name, _ in m.named_parameters()))
-    block = tuple(_parameters(blocks[0]))
+    attending = (m for m in lists if any(_ATTENDS.search(name) for name, _ in m.named_parameters()))
+    blocks = next(attending, nn.ModuleList())  # Fuyu has one linear layer, and Emu3 convolutions
+    block = tuple(_parameters(blocks[0])) if len(blocks) else ()
     in_blocks = {p for p in blocks.parameters()}
     before, after, passed = list[Parameter](), list[Parameter](), False
-    for child in (child for child in core.children() if child is not core.language_model):
+    for child in (child for child in core.children() if child is not text_part(core)):
         for own, p in zip(_parameters(child), child.parameters(), strict=True):
             passed = passed or p in in_blocks
             if p not in in_blocks:
                 (after if passed or blocks not in set(child.modules()) else before).append(own)
-    norm = next(p for p in block if len(p.shape) == 1 and "norm" in p.name)
-    width = norm.shape[0]
+    norm = next((p for p in block if len(p.shape) == 1 and "norm" in p.name), None)
+    width = norm.shape[0] if norm is not None else model.config.get_text_config().hidden_size
     ffn, gated = _widths([p for p in block if len(p.shape) == 2 and not _ATTENDS.search(p.name)], width)
     patch, frames = _first(config, "patch_size", "spatial_patch_size") or 14, getattr(config, "temporal_patch_size", 1)
     patch = patch if isinstance(patch, int) else patch[0]  # height and width
@@ -468,7 +471,7 @@ def _tower(model: PreTrainedModel) -> Tower | None:
         heads=_first(config, "num_heads", "num_attention_heads", "attention_heads") or 1,
         ffn=ffn,
         gated=gated,
-        rms=not any(p.name == norm.name.replace("weight", "bias") for p in block),
+        rms=norm is not None and not any(p.name == norm.name.replace("weight", "bias") for p in block),
         patch=patch,
         frames=frames,
         channels=_first(config, "in_channels", "in_chans", "num_channels") or 3,

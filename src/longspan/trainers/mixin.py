@@ -53,7 +53,15 @@ from longspan.hf.weights.gradients import no_sync
 from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
-from longspan.trainers.trl import count_sequence_groups, refuse_whole_logits, replace_fused_head
+from longspan.trainers.trl import (
+    count_sequence_groups,
+    divides_by_processes,
+    loss_of_rollouts,
+    loss_with_teacher,
+    refuse_whole_logits,
+    replace_fused_head,
+    replace_whole_logits,
+)
 
 if TYPE_CHECKING:
     from longspan.hf.forward.hooks import ForwardHooks
@@ -139,14 +147,17 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_saver = checkpoints.Saver()
         super().__init__(*args, **kwargs)
         self._refuse(shared_prefixes, elastic)
+        self.longspan_loss = loss_with_teacher(self) or loss_of_rollouts(self, super().compute_loss)
         if self.longspan_sharded:
             count_sequence_groups(self, sp)
+            replace_whole_logits(self)
         self.args.logging_nan_inf_filter = False  # which would log a mean in place of NaN
         self.add_callback(StopAtNonFinite(self))
         if self.longspan_sharded and self.args.enable_jit_checkpoint:
             self._stop_together()
         self.longspan_config = copy.deepcopy(transformers_model(self.model).config)
-        for model in (self.model, getattr(self, "ref_model", None)):
+        # The trained model last: `memory="auto"` counts the others' shards as taken.
+        for model in (getattr(self, "ref_model", None), getattr(self, "teacher_model", None), self.model):
             if model is None:
                 continue
             score = replace_fused_head(model, self)
@@ -179,7 +190,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 "load_best_model_at_end=True loads sharded weights, which it leaves out; leave it False",
             ),
         }
-        generates, compares = hasattr(self, "num_generations"), getattr(self, "ref_model", None) is not None
+        generates = hasattr(self, "num_generations")
+        compares = any(getattr(self, name, None) is not None for name in ("ref_model", "teacher_model"))
         wrong = {
             f"the mesh has {sp.world_size} ranks and the Trainer sees {args.world_size} processes; make the mesh with "
             "longspan.init_mesh over all of them": args.world_size != sp.world_size,
@@ -213,6 +225,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         if self.longspan_sharded:
             self.accelerator = ReplicaAccelerator.of(self.accelerator, self.longspan_sp)
+            self.accelerator.counts_replicas = divides_by_processes(self)
             self.accelerator.no_sync = self._no_sync
             self.gather_function = self.accelerator.gather_for_metrics
 
@@ -374,6 +387,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 num_items_in_batch = self.longspan_eval.items
             else:  # versions of transformers differ in which labels count
                 self.longspan_eval.items = int(num_items_in_batch)
+        if self.longspan_loss is not None:
+            return self.longspan_loss(model, inputs, return_outputs, num_items_in_batch)
         before, width = self._forward_hooks.losses.computed, inputs.get(WIDTH)
         # A Trainer multiplies a loss with `num_items_in_batch` by the number of replicas.
         with self._forward_hooks.options.during(replicas=self.longspan_sp.data_size):
@@ -402,9 +417,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return output
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """As the base class, with the logits of all tokens gathered, or without any if only the loss is needed."""
+        if not isinstance(inputs, Mapping):  # prompts, to which the trainer generates
+            prompts: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return prompts
         inputs = self._mask_repeated(dict(inputs))
         self.longspan_eval.items = self._labelled(inputs)
         with self._forward_hooks.options.during(loss_only=prediction_loss_only):

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS
-from longspan.hf.model.vision import PIXEL_KEYS
+from longspan.hf.model.vision import PICTURE_KEYS, PIXEL_KEYS
 
 TREE_KEYS = ("tin", "tout")
 _TOKENS = {"input_ids", "labels", "shift_labels", "token_type_ids"}
 _READ = _TOKENS | {
     "loss_weights", "position_ids", "attention_mask", "cache_position", *ID_KEYS, *BORDER_KEYS, *LONGEST_KEYS,
-    *TREE_KEYS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "mm_token_type_ids",
-    "batch_num_images", "logits_to_keep",
+    *TREE_KEYS, *(key for key in PICTURE_KEYS if key not in PIXEL_KEYS), "logits_to_keep",
 }  # fmt: skip
 
 

@@ -103,7 +103,9 @@ class CachedTokens(Stage):
         batch, cache = call.batch, call.cache
         step = cache.begin(tokens_of(batch).shape[1], self._row_starts(call))
         cache.known = self.known
-        keep = batch.get("logits_to_keep") or 0
+        # `generate` reads the last logits alone, also of a model that it cannot ask for those.
+        last = step.sharded and cache.generated_from is not None and not call.traits.accepts("logits_to_keep")
+        keep = batch.get("logits_to_keep") or int(last)
         call.info = self.info = CachedInfo(**vars(call.info), cache=cache, step=step, keep=keep)
         parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
         parts["position_ids"] = self.positions

@@ -134,6 +134,8 @@ class ScoredLabels(Stage):
             raise LongspanError(f"{call.traits.name} labels rows: there are no log-probabilities of tokens")
         if not call.has_labels:
             raise LongspanError("log-probabilities are those of labels, and the batch has no labels; give them")
+        if call.options.check is not None:
+            call.options.check(call)
 
     def before(self, call: ForwardCall) -> None:
         call.inputs.pop("num_items_in_batch", None)

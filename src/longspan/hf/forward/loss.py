@@ -32,7 +32,7 @@ from longspan.core.validation import check_number
 from longspan.hf.batch.shard import SequenceInfo, real_tokens
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import HELP, no_router_loss
-from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
+from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, TokenLoss, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.load_balancing import load_balancing_loss
 from longspan.losses.logprobs import logprobs_of
@@ -124,7 +124,7 @@ class GlobalLoss:
         logits: Tensor | DeferredLogits,
         labels: Tensor,
         items: Any,
-        terms: LossTerms = CROSS_ENTROPY,
+        terms: TokenLoss = CROSS_ENTROPY,
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return `causal_lm_loss`; with `weights` of my tokens the weighted mean."""
@@ -256,7 +256,10 @@ class HeldBackLabels(Stage):
         """Return the mean of the global batch; `labels` are shifted already."""
         if call.options.token_losses is not None and isinstance(logits, DeferredLogits):
             call.note_token_losses(-logprobs_of(logits, labels)[0], labels)
-        return self.losses.of_tokens(logits, labels, self.items, weights=self.weights)
+        terms = call.options.token_loss
+        if not isinstance(terms, LossTerms) and not isinstance(logits, DeferredLogits):
+            raise LongspanError(f"{call.traits.name} does not call its head as transformers' models do")
+        return self.losses.of_tokens(logits, labels, self.items, terms, self.weights)
 
 
 class PooledHead(HeldBackLabels):

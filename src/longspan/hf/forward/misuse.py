@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -71,7 +72,8 @@ class ModelChangeCheck(Stage):
         self, model: nn.Module, sp: SequenceSharding, policy: MixedPrecisionPolicy | None, *, sharded: bool
     ) -> None:
         self.device, self.policy, self.sharded = sp.device.type, policy, sharded
-        self.names, self.owners = _names(model), weakref.WeakSet(_owners(model).values())
+        owners, found = _owners_and_parameters(model)
+        self.names, self.owners = _names(found), weakref.WeakSet(owners.values())
         parameters = model.named_parameters() if sharded else ()
         self.replaced: list[tuple[str, weakref.ref[Tensor]]] = [(name, weakref.ref(p)) for name, p in parameters]
         self.searches = _SEARCHES
@@ -98,14 +100,15 @@ class ModelChangeCheck(Stage):
             self._check_optimizers()
 
     def _check_parameters(self, model: nn.Module) -> None:
-        sharded = isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for p in model.parameters())
+        owners, parameters = _owners_and_parameters(model)
+        sharded = isinstance(model, FSDPModule) or any(isinstance(p, DTensor) for p in parameters.values())
         if sharded and not self.sharded:
             raise LongspanError(
                 "the model was sharded (fully_shard) after longspan.parallelize(fsdp=False): its gradients would be "
                 "summed twice, and divided; use longspan.parallelize(..., fsdp=True), which shards it"
             )
-        replaced = next((name for name, module in _owners(model).items() if module not in self.owners), None)
-        names = _names(model)
+        replaced = next((name for name, module in owners.items() if module not in self.owners), None)
+        names = _names(parameters)
         if names == self.names and replaced is not None:
             raise LongspanError(
                 f"module {replaced} was replaced after parallelize: its gradient would not be averaged over the ranks; "
@@ -114,7 +117,7 @@ class ModelChangeCheck(Stage):
             )
         if names == self.names:
             return
-        trained = _names(model, trained=True)
+        trained = _names({name: p for name, p in parameters.items() if p.requires_grad})
         for what, some in (("was added", names - self.names), ("is gone", self.names - names)):
             if some:
                 some = some & trained or some
@@ -144,14 +147,24 @@ class ModelChangeCheck(Stage):
                 )
 
 
-def _names(model: nn.Module, trained: bool = False) -> frozenset[str]:
+def _names(names: Iterable[str]) -> frozenset[str]:
     """Return the names of parameters, without those of wrappers around modules."""
-    names = {name for name, p in model.named_parameters() if p.requires_grad or not trained}
     for wrapper in WRAPPED:
         names = {name.replace(wrapper, "") if wrapper in name else name for name in names}
     return frozenset(names)
 
 
-def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold parameters, by name."""
-    return {name: m for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
+def _owners_and_parameters(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
+    """Return the modules that hold parameters and the parameters, by name, in one walk: each forward makes it."""
+    owners: dict[str, nn.Module] = {}
+    parameters: dict[str, Tensor] = {}
+    seen = set[int]()  # a tied weight has its first name
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            owners[path] = module
+            if id(p) not in seen:
+                seen.add(id(p))
+                parameters[f"{path}.{name}" if path else name] = p
+    return owners, parameters

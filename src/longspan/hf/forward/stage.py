@@ -18,6 +18,7 @@ from longspan.hf.batch.trees import PackedRows
 from longspan.hf.cache.kv_cache import ShardedCache
 from longspan.hf.model.support import attention_dropout, router_top_k
 from longspan.hf.model.vision import IMAGE_TYPES, core_of, encoders_of
+from longspan.losses.cross_entropy import CROSS_ENTROPY, TokenLoss
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -81,7 +82,9 @@ class ForwardOptions:
     rows: int | None = None  # of a classifier's batch that count in its loss; None for all
     # Returns the output of `fused_lm_head=True`, from logits and labels of my tokens; None: `score_for_trl`.
     score: Callable[[ForwardCall, Any, Tensor], Any] | None = None
+    check: Callable[[ForwardCall], None] | None = None  # of a call with `fused_lm_head=True`: raises on every rank
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
+    token_loss: TokenLoss = CROSS_ENTROPY  # of which the loss of tokens is the mean
     replicas: int = 1  # a caller multiplies a loss with `num_items_in_batch` by this, so it is divided by it
     noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
     token_losses: Callable[[Tensor, Tensor, Tensor], None] | None = None  # gets my tokens' losses, labels, positions

@@ -9,6 +9,7 @@ Shape suffixes: B rows, n tokens of the sequence, L of this rank.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from transformers.utils import ModelOutput
 from longspan.comm.agree import gather_numbers
 from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules
+from longspan.compat.reading import ENCODER_OUTPUTS, text_part, tower_modules
 from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
@@ -32,9 +33,10 @@ from longspan.hf.batch.documents import tokens_of
 from longspan.hf.batch.host import read_on_host
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.model.encoders import Encoder, Units
+from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
+from longspan.hf.model.examples import rows_in, with_rows
 from longspan.hf.model.support import draws
-from longspan.hf.model.vision import PICTURE_KEYS, PIXEL_KEYS, core_of, rows_of, with_rows
+from longspan.hf.model.vision import PICTURE_KEYS, PIXEL_KEYS, core_of
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState
@@ -46,7 +48,7 @@ class VisionTower(Stage):
     def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
         self.traits, self.sp, self.core, self.state = state.traits, state.sp, core_of(model), state
         self.joint = False
-        language = set(self.core.language_model.parameters())
+        language = set(text_part(self.core).parameters())
         of_tower = {p for p in self.core.parameters() if p not in language}  # and a learnt newline
         self.others = [p for p in model.parameters() if p not in of_tower]
         tower = tower_modules(model)
@@ -99,13 +101,15 @@ class VisionTower(Stage):
         for name in ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"):
             if batch.get(name) is not None:
                 raise LongspanError(f"`{name}` is read from the model's config; set it there and leave it out")
-        known = {encoder.pixels for encoder in self.traits.encoders}
+        known = {key for encoder in self.traits.encoders for key in encoder.all_keys}
         unknown = next((key for key in PIXEL_KEYS if batch.get(key) is not None and key not in known), None)
         if unknown is not None:
             raise LongspanError(
                 f"{self.traits.name} takes no `{unknown}`, only {', '.join(sorted(known))}; leave it out"
             )
         encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
+        if call.cache is None:
+            self._refuse_unfilled(call, encoders)
         if not encoders:
             return {}
         if call.model.training:
@@ -134,24 +138,35 @@ class VisionTower(Stage):
                 )
             token = getattr(call.model.config, encoder.token)
             placeholders_Bn = ids_Bn == token
-            rows = sum(units.rows)
+            counted = units.rows != UNKNOWN  # else the encoder's output is compared with the placeholders
+            rows = sum(units.rows) if counted else int(placeholders_Bn.sum())
             if past and int(placeholders_Bn[:, past:].sum()) == rows:  # pixels of the new turn alone
                 placeholders_Bn[:, :past] = False
             given = int(placeholders_Bn.sum())
             if given != rows:
-                raise LongspanError(
-                    f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
-                    f"{rows} embeddings; give as many placeholders as the processor makes, and cut none off"
-                )
+                raise LongspanError(_other_number(encoder, given, token, rows))
             spans = split_by_cost(units.patches, self.sp.size)
             call.patches[encoder.modality] = max(sum(units.patches[start:stop]) for start, stop in spans)
             numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(ids_Bn) - 1
-            found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1))
+            found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1), given, token)
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
             crc = zlib.crc32(placeholders_Bn.numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
         # How they split into units decides how much is sent where.
         call.pictures["pictures"] = f"{', '.join(facts)}, checksum {crc}"
         return found
+
+    def _refuse_unfilled(self, call: ForwardCall, encoders: list[Encoder]) -> None:
+        """Raise for placeholders without pixels, which would keep the embedding of their token."""
+        ids = call.batch.get("input_ids")
+        filled = {getattr(call.model.config, encoder.token) for encoder in encoders}
+        for encoder in self.traits.encoders:
+            token = getattr(call.model.config, encoder.token)
+            count = 0 if ids is None or token in filled else int((ids == token).sum())
+            if count:
+                raise LongspanError(
+                    f"`input_ids` has {count} {encoder.modality} placeholders (id {token}), and no `{encoder.pixels}` "
+                    f"fills them; give the pixels, or leave the placeholders out"
+                )
 
     def _refuse_dropout(self) -> None:
         for name, module in self.tower.items():
@@ -176,7 +191,7 @@ class VisionTower(Stage):
             tokens = tokens_of(call.batch)
             batch = encoder.smallest(self.core, tokens.device)
             pictures = Pictures(batch, encoder.units(self.core, batch), torch.full(tokens.shape[:2], -1))
-            self.unused.append(rows_of(_embed(pictures, encoder, self.core, self.sp, whole=whole)))
+            self.unused.append(rows_in(_embed(pictures, encoder, self.core, self.sp, whole=whole)))
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
@@ -222,6 +237,8 @@ class Pictures:
     batch: Mapping[str, Any]  # with the encoder's keys
     units: Units  # what the tower can encode alone: an image, a tile of one, or a video frame
     numbers_Bn: Tensor  # into the units' embeddings, int64; -1: the token is no placeholder
+    total: int = 0  # placeholders of the whole prompt, by which unknown numbers of embeddings are judged
+    token: int = -1  # their id
 
     def of_chunk(self, encoder: Encoder, core: Any, start: int, new: int, rows: int) -> Pictures | None:
         """Return the units that `new` tokens from `start` need, in `rows` rows; None if they need none.
@@ -231,6 +248,8 @@ class Pictures:
         numbers_Bn = self.numbers_Bn[:, start : start + new]
         numbers_Bn = F.pad(numbers_Bn, (0, new - numbers_Bn.shape[1]), value=-1)  # drafted tokens
         numbers_Bn = numbers_Bn.repeat_interleave(rows // len(numbers_Bn), 0)
+        if self.units.rows == UNKNOWN:
+            return dataclasses.replace(self, numbers_Bn=numbers_Bn) if bool((numbers_Bn >= 0).any()) else None
         sizes = torch.tensor(self.units.rows)
         units_Bn = torch.bucketize(numbers_Bn, sizes.cumsum(0), right=True)
         wanted = units_Bn[numbers_Bn >= 0].unique()
@@ -261,6 +280,13 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     `whole`: every rank holds all tokens.
     """
     units, rank = pictures.units, sp.rank
+    if units.rows == UNKNOWN:  # not known before they are encoded: every rank encodes all pictures
+        output = encoder.encode(core, pictures.batch, 0, ALL, sp.device)
+        rows = rows_in(output)
+        if len(rows) != pictures.total:
+            raise LongspanError(_other_number(encoder, pictures.total, pictures.token, len(rows)))
+        mine = _numbers_of(pictures.numbers_Bn, None if whole else sp, rank)
+        return with_rows(output, rows[to_device(mine, rows.device)])
     spans = split_by_cost(units.patches, sp.size)  # the units of each rank
     ends = [0, *itertools.accumulate(units.rows)]
     rows_of_ranks = [(ends[start], ends[stop]) for start, stop in spans]  # and their embeddings
@@ -276,7 +302,7 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
         start = units.patches.index(min(units.patches))
         stop = start + 1
     output = encoder.encode(core, pictures.batch, start, stop, sp.device)
-    rows = rows_of(output)
+    rows = rows_in(output)
     rows = rows[to_device(torch.cat(sent), rows.device)]
     if sp.size > 1:
         assert sp.group is not None
@@ -284,6 +310,13 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     if not torch.equal(mine, numbers_of_ranks[rank]):  # repeated, or in another order
         rows = rows[to_device(torch.bucketize(numbers_of_ranks[rank], mine), rows.device)]
     return with_rows(output, rows)
+
+
+def _other_number(encoder: Encoder, given: int, token: int, rows: int) -> str:
+    return (
+        f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives {rows} "
+        f"embeddings; give as many placeholders as the processor makes, and cut none off"
+    )
 
 
 def _numbers_of(numbers_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:

@@ -19,13 +19,20 @@ from longspan.compat.torch_api import to_device
 from longspan.compat.transformers_api import tiles_of_image
 from longspan.core.errors import LongspanError
 
+ALL = -1
+"""As the end of units: all of them, also if they cannot be encoded apart."""
+
 
 @dataclass(frozen=True)
 class Units:
     """The units of one modality in a batch."""
 
     patches: tuple[int, ...]  # per unit: its cost in the tower
-    rows: tuple[int, ...]  # per unit: its embeddings in the language model
+    rows: tuple[int, ...]  # per unit: its embeddings in the language model; `UNKNOWN` until all are encoded
+
+
+UNKNOWN = (-1,)
+"""`Units.rows` where the number of embeddings depends on pixels."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,11 @@ class Encoder(ABC):
     modality: str  # "image" or "video": the key of the model's `mm_encoder_outputs`
     pixels: str  # batch key of the pixels
     token: str  # config entry with the id of placeholders
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Batch keys of pixels, and of what else the encoder function reads by rule."""
+        return (self.pixels,)
 
     @abstractmethod
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:

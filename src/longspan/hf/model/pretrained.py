@@ -214,14 +214,10 @@ def kind_of(config: Any) -> str | None:
 
 
 def takes_pictures(config: Any) -> bool:
-    """Return whether a config is that of a vision-language model that longspan can shard."""
-    return kind_of(config) == _VISION and config.model_type in _vision_types()
+    """Return whether a config is that of a vision-language model."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-
-def _vision_types() -> list[str]:
-    from longspan.hf.model.vision import FAMILIES  # imports torch
-
-    return list(FAMILIES)
+    return kind_of(config) == _VISION and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def language_model_class(config: Any) -> Any:
@@ -259,7 +255,7 @@ def check_language_model(where: str, config: Any, context: int) -> None:
     ):
         raise LongspanError(
             f"{where} is {kind} ({config.model_type}); longspan takes causal language models (decoder-only), "
-            f"vision-language models ({', '.join(_vision_types())}), and to verify masked ones: give one of those"
+            f"vision-language models, and to verify masked ones: give one of those"
         )
     text = config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)

@@ -20,7 +20,7 @@ from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers, text_modules, vision_core
+from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers, text_modules
 from longspan.compat.transformers_api import (
     calls_registry,
     is_hybrid,
@@ -30,7 +30,7 @@ from longspan.compat.transformers_api import (
 )
 from longspan.core.errors import LongspanError, see
 from longspan.hf.model.pretrained import kind_of, without_dropout
-from longspan.hf.model.vision import core_of
+from longspan.hf.model.vision import core_of, encoders_of
 from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = f"it cannot be sharded in this version {see('LS201')}"
@@ -241,8 +241,6 @@ def check_model(
 
 
 def _check_family(model: PreTrainedModel, name: str) -> None:
-    if vision_core(model) is not None and core_of(model) is None:
-        raise LongspanError(f"{name} has a vision tower of a family that longspan does not know; {HELP}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "
@@ -251,7 +249,7 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
     _check_modules(model, name)
     _check_config(model, name)
     layers, mixers = attention_layers(model), mixer_layers(model)
-    undeclared = is_hybrid(model) and all(map(calls_registry, layers.values()))
+    undeclared = (is_hybrid(model) or core_of(model) is not None) and all(map(calls_registry, layers.values()))
     if not (layers or mixers) or not (uses_registry(model) or undeclared):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
@@ -266,6 +264,7 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
+    encoders_of(model)
     if layers and "position_ids" not in inspect.signature(model.forward).parameters:
         raise LongspanError(
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
@@ -277,6 +276,8 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
     # Convolutions inside attention (Inkling's, of keys) do not learn of their batch.
     mixers = {n: m for n, m in mixer_layers(model).items() if not any(n.startswith(a + ".") for a in attends)}
     within = {part for mixer in mixers.values() for part in mixer.modules()}
+    # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
+    family = name.split("For")[0] if is_hybrid(model) else ""
     for path, module in text_modules(model):
         if isinstance(module, PreTrainedModel):
             continue
@@ -284,9 +285,9 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
         for applies, reason in _REFUSED_LAYERS:
             if applies(path, module):
                 raise LongspanError(f"{layer} {reason}")
-        # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
-        own = _kind(module).removeprefix(name.split("For")[0]) if is_hybrid(model) else _kind(module)
-        by_name = _MIXERS.search(own) and not any(other.startswith(path + ".") for other in mixers)
+        by_name = _MIXERS.search(_kind(module).removeprefix(family)) and not any(
+            other.startswith(path + ".") for other in mixers
+        )
         by_class = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
         if (by_name or by_class) and module not in within:
             raise LongspanError(

@@ -273,16 +273,23 @@ class Softmax(TokenMixing):
         return Buffers(0, d_out + max(computing, *((sending, returning) if all_to_all else ())))
 
     def _of_slices(self, parts: tuple[Softmax, ...], c: CostContext) -> Buffers:
-        """Return the peak buffers of the widest slice, as if it ran second.
+        """Return the peak buffers of the widest slice, as if it ran second or later.
 
-        From the second slice on, the gradient of the layer's normed input exists, and the first slice's saved output is
-        freed. A slice holds its output's gradient, and what its all-to-all received until its own gradients are packed
-        (on a ring only q: the rank's block of K and V is packed first).
+        A slice holds its output's gradient, and what its all-to-all received until its own gradients are packed (on a
+        ring only q: the rank's block of K and V is packed first). The saved outputs of slices before it are freed, but
+        their gradients of q, K and V exist, or that of the layer's normed input.
         """
         part = max(parts, key=lambda each: each.max_heads(c.mesh).q)
         heads, mine, u = part.max_heads(c.mesh), part.local_heads(c.mesh), c.mesh.ulysses
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b
-        held = in_heads * (heads.q - heads.out) + in_tokens * (mine.out + c.d)
+        held = in_heads * heads.q + in_tokens * mine.out
+        before = []
+        kv_width = (self.head_dim + self.v_head_dim) * (1 if len(parts) <= self.kv_heads else 4 // c.b)
+        for done in range(1, len(parts)):
+            # Slices that share KV heads sum their gradients, in fp32.
+            waiting = done * mine.q + -(-done * self.kv_heads // len(parts)) * kv_width
+            before.append(in_tokens * (waiting if waiting <= c.d else c.d) - in_heads * heads.out * done)
+        held += max(before)
         if c.mesh.ring > 1:
             ring = part._ring_backward(c)
             return Buffers(ring.comm, ring.workspace + held)

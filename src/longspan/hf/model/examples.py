@@ -1,0 +1,226 @@
+"""Make small pictures and sounds for a model, by the arguments of its encoder functions and the sizes of its config."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODALITIES = ("image", "video", "audio")
+
+_SETTINGS = {
+    "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "interpolate_pos_encoding",
+    "downsample_mode", "return_dict", "kwargs",
+}  # fmt: skip
+"""Arguments of encoder functions that are read from the config, and are no entries of a batch."""
+
+
+def encoder_arguments(core: Any, modality: str) -> list[str]:
+    """Return the batch keys that an encoder function reads, pixels first; empty if the model has no such function."""
+    function = getattr(core, f"get_{modality}_features", None)
+    if function is None:
+        return []
+    return [name for name in inspect.signature(function).parameters if name not in _SETTINGS]
+
+
+Run = Callable[[str, Mapping[str, Tensor]], Any]
+
+
+def example(
+    core: Any, modality: str, draw: torch.Generator, number: int = 2, frames: int = 2, run: Run | None = None
+) -> dict[str, Tensor] | None:
+    """Return entries of a batch for `number` pictures or sounds that the encoder accepts; None if none was found.
+
+    A video with a grid has `frames` frames: some models want text between them. `run` runs the encoder function; by
+    default the core's own.
+    """
+
+    def own(modality: str, inputs: Mapping[str, Tensor]) -> Any:
+        return getattr(core, f"get_{modality}_features")(**inputs, return_dict=True)
+
+    for inputs in _candidates(core.config, modality, encoder_arguments(core, modality), number, draw, frames):
+        try:
+            with torch.no_grad():
+                rows = rows_in((run or own)(modality, inputs))
+        except Exception:  # of any kind: inputs of another form
+            continue
+        if rows.numel() and (rows.is_meta or bool(rows.isfinite().all())):
+            return inputs
+    return None
+
+
+def rows_in(output: Any) -> Tensor:
+    """Return an encoder's output, a row per embedding: `[rows, width]`. Deepstack features are further columns."""
+    parts = [output[_field(output)], *(output.get("deepstack_features") or [])]
+    return torch.cat([_joined(part) for part in parts], 1) if len(parts) > 1 else _joined(parts[0])
+
+
+def sizes_in(output: Any) -> list[int]:
+    """Return the embeddings of each picture, or of all if the output does not tell them apart."""
+    x = output[_field(output)]
+    parts = x if not isinstance(x, Tensor) else x if x.dim() > 2 else [x]
+    return [math.prod(part.shape[:-1]) for part in parts]
+
+
+def with_rows(output: Any, rows: Tensor) -> Any:
+    """Return an output of the encoder that contains only `rows`, which are laid out as `rows_in` returns them."""
+    deep, name = output.get("deepstack_features"), _field(output)
+    before = output[name]
+    pooled, *more = rows.split(_joined(before).shape[1], 1)
+    dropped = ("last_hidden_state", "hidden_states", "attentions")
+    kept = {key: x for key, x in output.items() if key not in dropped}
+    kept |= {} if deep is None else {"deepstack_features": [(x,) for x in more]}
+    kept[name] = pooled.view(*(1,) * (before.dim() - 2), *pooled.shape) if isinstance(before, Tensor) else (pooled,)
+    return type(output)(**kept)
+
+
+def _field(output: Any) -> str:
+    """Return the field with the embeddings of an encoder's output."""
+    return "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
+
+
+def _joined(embeddings: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    x = embeddings if isinstance(embeddings, Tensor) else torch.cat(tuple(x.flatten(0, -2) for x in embeddings))
+    return x if x.dim() == 2 else x.flatten(0, -2)
+
+
+def _candidates(
+    config: Any, modality: str, names: list[str], number: int, draw: torch.Generator, shown: int
+) -> Iterator[dict[str, Tensor]]:
+    if modality == "audio":
+        yield from _sounds(config, names, number, draw)
+        return
+    vision = next((c for n in ("vision_config", "vq_config") if (c := getattr(config, n, None)) is not None), config)
+
+    def first(*keys: str, default: Any = None) -> Any:
+        found = (x for c in (vision, config) for key in keys if (x := getattr(c, key, None)))
+        x = next(found, default)
+        return x[0] if isinstance(x, list | tuple) else x
+
+    patch, channels = (
+        first("patch_size", "spatial_patch_size", default=4),
+        first("in_channels", "num_channels", default=3),
+    )
+    side, merge = first("image_size", "resolution", default=16), 2 * (first("spatial_merge_size", "merge_size") or 1)
+    frames = first("temporal_patch_size", "patch_temporal", "video_temporal_patch_size", default=1)
+    merges = dict.fromkeys([merge, first("pooling_kernel_size", "downsample_factor", "scale_factor", default=2), 4, 6])
+    for each in merges:
+        yield from _pictures(names, number, draw, patch, channels, side, each, frames, modality, shown)
+
+
+def _pictures(
+    names: list[str], number: int, draw: torch.Generator, patch: int, channels: int, side: int, merge: int, frames: int,
+    modality: str, shown: int,
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    pixels, others = names[0], names[1:]
+    grid = next((n for n in others if n.endswith(("grid_thw", "grid_hw"))), None)
+    t = 1 if modality == "image" else shown
+    h, w = merge, 2 * merge
+    if grid is not None:
+        axes = [t, h, w] if grid.endswith("thw") else [h, w]
+        count = math.prod(axes) * number
+        more = {grid: torch.tensor([axes] * number)}
+        if any(n.endswith("merge_sizes") for n in others):
+            more[next(n for n in others if n.endswith("merge_sizes"))] = torch.tensor(
+                [2 if modality == "video" else 1] * number
+            )
+        for depth in dict.fromkeys((frames, 1, 2)):
+            yield {pixels: noise(count, channels * depth * patch**2), **more}
+            yield {pixels: noise(count, channels, depth, patch, patch), **more}
+        yield {pixels: noise(count, channels, patch, patch), **more}
+        return
+    if any("target_sizes" in n for n in others):
+        sizes = torch.tensor([[h, w]] * number)
+        for name in (n for n in others if "target_sizes" in n):
+            yield {pixels: noise(1, channels, patch, patch * h * w * number), name: sizes}
+            yield {pixels: noise(number, channels, patch, patch * h * w), name: sizes}
+            yield {pixels: noise(number, channels, h * patch, w * patch), name: sizes}
+    if "spatial_shapes" in others:
+        mask = torch.ones(number, h * w, dtype=torch.int64)
+        yield {pixels: noise(number, h * w, channels * patch**2), "spatial_shapes": torch.tensor([[h, w]] * number),
+               "pixel_attention_mask": mask}  # fmt: skip
+    if any(n.endswith("position_ids") for n in others):
+        name = next(n for n in others if n.endswith("position_ids"))
+        at = torch.tensor(list(itertools.product(range(2 * merge), range(2 * merge))))
+        of = number * t
+        extra: dict[str, Tensor] = (
+            {"num_frames_per_video": torch.tensor([t] * number)} if "num_frames_per_video" in others else {}
+        )
+        for size in dict.fromkeys((patch, patch * merge // 2, patch * merge)):
+            width = channels * size**2
+            yield {pixels: noise(of, len(at), width), name: at.expand(of, -1, -1).contiguous(), **extra}
+    if "image_token_pooling" in others or "video_token_pooling" in others:
+        s = side // patch
+        pool = torch.arange(s * s).view(s // 2, 2, s // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
+        pool = torch.cat([pool + i * s * s for i in range(number)])
+        name = next(n for n in others if n.endswith("pooling"))
+        grids = next(n for n in others if n.endswith("grids"))
+        axes = [s // 2, s // 2, 0, 0] if modality == "image" else [1, s // 2, s // 2]
+        yield {pixels: noise(number, s * s, channels * patch**2), name: pool, grids: torch.tensor([axes] * number)}
+    if modality == "video":
+        for depth in dict.fromkeys((2, 4, frames, 8)):
+            yield {pixels: noise(number, depth, channels, side, side)}
+            yield {pixels: noise(number, channels, depth, side, side)}
+    sized: dict[str, Tensor] = {"image_sizes": torch.tensor([[side, side]] * number)} if "image_sizes" in others else {}
+    if sized:
+        yield {pixels: noise(number, 2, channels, side, side), **sized}
+        yield {
+            pixels: noise(number, 3, channels, side, side),
+            **sized,
+            "image_sizes": torch.tensor([[side, 2 * side]] * number),
+        }
+    if "pixel_attention_mask" in others:
+        yield {
+            pixels: noise(1, number, channels, side, side),
+            "pixel_attention_mask": torch.ones(1, number, side, side, dtype=torch.int64),
+        }
+        yield {
+            pixels: noise(1, number, channels, side, side),
+            "pixel_attention_mask": torch.ones(1, number, dtype=torch.bool),
+        }
+    if "high_res_pixel_values" in others:
+        yield {
+            pixels: noise(number, channels, side, side),
+            "high_res_pixel_values": noise(number, channels, 2 * side, 2 * side),
+        }
+        yield {
+            pixels: noise(number, channels, side, side),
+            "high_res_pixel_values": noise(number, channels, side, side),
+        }
+    yield {pixels: noise(number, channels, side, side), **sized}
+    yield {pixels: noise(number, channels, side, side)}
+    yield {pixels: noise(number, 1, channels, side, side), **sized}
+    yield {pixels: noise(number, (side // patch) ** 2, channels * patch**2)}
+
+
+def _sounds(config: Any, names: list[str], number: int, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    audio = getattr(config, "audio_config", None)
+    bins = next(
+        (x for n in ("num_mel_bins", "feature_size", "input_feat_size", "input_dim") if (x := getattr(audio, n, None))),
+        16,
+    )
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    for length in (64, 100, 160, 400, 1280, 2560, 3000):
+        if "values" in names[0]:
+            shapes = [(number, length), (number, 1, length)]
+        else:
+            shapes = [(number, bins, length), (number, length, bins), (number, 128, length), (number, length, 128)]
+        for shape in shapes:
+            masks = {
+                n: torch.ones(number, length, dtype=torch.int64 if "attention" in n else torch.bool)
+                for n in names[1:]
+                if "mask" in n
+            }
+            lengths = {n: torch.tensor([length] * number) for n in names[1:] if "chunk" in n}
+            yield {names[0]: noise(*shape), **masks, **lengths}

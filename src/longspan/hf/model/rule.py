@@ -1,0 +1,387 @@
+"""Accept a multimodal model by rule: find its encoders, and check on a small copy that the rule holds.
+
+The rule: encoder functions (`get_image_features`, ...) return embeddings for placeholder tokens, the forward inserts
+embeddings that were computed before (`mm_encoder_outputs`), and the language model sees nothing else of the pictures.
+
+Shape suffixes: B rows, n tokens of the sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.compat.reading import ENCODER_OUTPUTS, text_part, vision_core
+from longspan.compat.torch_api import on_meta
+from longspan.compat.transformers_api import new_model, own_positions, set_attention
+from longspan.core.errors import LongspanError
+from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
+from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, sizes_in, with_rows
+from longspan.hf.model.small import shrunk
+
+_TOKENS = ("{}_token_id", "{}_token_index", "{}_patch_id")
+"""Entries of a config with the id of a modality's placeholders."""
+
+
+@dataclass(frozen=True)
+class RuleEncoder(Encoder):
+    """Whatever the model's encoder function accepts. A unit is a picture or sound, if they can be encoded apart."""
+
+    keys: tuple[str, ...]  # batch keys that the encoder function reads
+    apart: bool
+    kind: Any = field(compare=False)  # class of the module with the function
+    frames: int = 1  # of an example's video
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        return self.keys
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        given, cuts = self._given(batch), self._cuts(batch)
+        rows, pixels = self._rows(core, given), given[self.pixels]
+        if rows is not None and cuts is not None and len(rows) != len(cuts):
+            each = [self._rows(core, self.part(core, batch, i, i + 1)) for i in range(len(cuts))]
+            rows = None if None in each else [sum(of) for of in each if of is not None]
+        if rows is None or cuts is None:
+            return Units((self._patches(core, pixels),), UNKNOWN if rows is None else (sum(rows),))
+        return Units(tuple(self._patches(core, pixels[start:stop]) for start, stop in cuts), tuple(rows))
+
+    def _patches(self, core: Any, pixels: Tensor) -> int:
+        """Return the patches, or frames of sound, that some pixels have: their cost."""
+        if self.modality == "audio":
+            return int(len(pixels) * max(pixels.shape[1:]))
+        if pixels.dim() < 4:
+            return pixels.numel() // pixels.shape[-1]
+        patch = getattr(getattr(core.config, "vision_config", None), "patch_size", None) or pixels.shape[-1]
+        side = patch if isinstance(patch, int) else patch[0]
+        return max(1, pixels.numel() // (pixels.shape[-3] * side**2))
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        given, cuts = self._given(batch), self._cuts(batch)
+        if cuts is None or stop == ALL or (start, stop) == (0, len(cuts)):
+            return given
+        first, last = cuts[start][0], cuts[stop - 1][1]
+        return {key: x[start:stop] if len(x) == len(cuts) else x[first:last] for key, x in given.items()}
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        twin = _twin(self.kind, _Config(core.config))
+        found = example(
+            twin, self.modality, torch.Generator().manual_seed(0), 1, run=functools.partial(_meta_rows, twin)
+        )
+        if found is None:
+            raise LongspanError(
+                f"{self.kind.__name__}: longspan cannot make a small {self.modality} for replicas whose batch has "
+                f"none; give every replica one, or use data=1"
+            )
+        return {key: x.to(device) if x.is_floating_point() else x for key, x in found.items()}
+
+    def _given(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: batch[key] for key in self.keys if batch.get(key) is not None}
+
+    def _cuts(self, batch: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+        """Return the entries of the first dim of each picture's pixels; None if pictures cannot be encoded apart."""
+        return pictures_in(self._given(batch), self.pixels) if self.apart else None
+
+    def _rows(self, core: Any, given: dict[str, Any]) -> list[int] | None:
+        """Return the embeddings of each picture, counted on the meta device; None if they depend on values."""
+        return _count(self.kind, _Config(core.config), self.modality, _Shapes(given))
+
+
+def pictures_in(given: Mapping[str, Tensor], pixels: str) -> list[tuple[int, int]] | None:
+    """Return where each picture begins and ends in the first dim of the pixels; None if that is not known."""
+    n = len(given[pixels])
+    for key, x in given.items():
+        if key != pixels and x.dim() == 2 and x.shape[1] in (2, 3) and not x.is_floating_point():
+            sizes = x.prod(1).tolist()
+            if sum(sizes) == n and all(len(y) in (n, len(x)) for y in given.values()):
+                ends = torch.tensor(sizes).cumsum(0).tolist()
+                return list(zip([0, *ends], ends, strict=False))
+    if all(len(x) == n for x in given.values()):
+        return [(i, i + 1) for i in range(n)]
+    return None
+
+
+class _Shapes:
+    """Entries of a batch, equal if they make equally many embeddings: by shapes, and values of integers."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+        self.key = tuple(
+            (key, tuple(x.shape), None if x.is_floating_point() else tuple(x.flatten().tolist()))
+            for key, x in given.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shapes) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=1024)
+def _count(kind: Any, config: _Config, modality: str, shapes: _Shapes) -> list[int] | None:
+    given, shapes.given = shapes.given, {}  # keep no pixels
+    try:
+        return sizes_in(_meta_rows(_twin(kind, config), modality, given))
+    except Exception:  # of any kind: the function reads values that do not exist on the meta device
+        return None
+
+
+def _meta_rows(twin: Any, modality: str, given: Mapping[str, Any]) -> Any:
+    """Run an encoder function on the meta device; integers keep their values."""
+    inputs = {key: x.to("meta", torch.float32) if x.is_floating_point() else x.cpu() for key, x in given.items()}
+    with torch.no_grad(), on_meta():
+        return getattr(twin, f"get_{modality}_features")(**inputs, return_dict=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _twin(kind: Any, config: _Config) -> Any:
+    """Return a module of the class on the meta device."""
+    with torch.device("meta"):
+        return kind(copy.deepcopy(config.config)).eval()
+
+
+class _Config:
+    """A config as the key of a cache: equal if all values are."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.key = copy.deepcopy(config), config.to_json_string(use_diff=False)
+        set_attention(self.config, "eager")  # every module has it
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config) and self.key == other.key
+
+
+def encoders_by_rule(model: PreTrainedModel) -> tuple[RuleEncoder, ...]:
+    """Return the modalities of a model for which the rule holds.
+
+    Raises:
+        LongspanError: if there are none, with the reason.
+    """
+    found, problem = _checked(plain_class(model), _Config(model.config))
+    if problem is not None:
+        raise LongspanError(f"{type(model).__name__} {problem}")
+    return found
+
+
+def plain_class(module: nn.Module) -> Any:
+    """Return a module's class, without that of FSDP."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(kind: Any, config: _Config) -> tuple[tuple[RuleEncoder, ...], str | None]:
+    """Return the encoders of a class and config for which the rule holds, or why there are none.
+
+    A small copy with random weights is checked on the CPU, so the answer is the same on every rank.
+    """
+    found, problems = list[RuleEncoder](), list[str]()
+    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))
+        torch.manual_seed(0)
+        try:
+            model = new_model(kind, shrunk(config.config, {}), torch.float32).eval()
+        except Exception as error:  # of any kind
+            return (), f"cannot be checked: no small copy of it can be made ({_line(error)})"
+        _enlarge(model)
+        for modality in MODALITIES:
+            for frames in (2, 1) if modality == "video" else (1,):
+                try:
+                    encoder = _try(model, modality, frames)
+                except LongspanError as error:
+                    problems.append(str(error))
+                else:
+                    found += [] if encoder is None else [encoder]
+                    break
+    if found:
+        return tuple(found), None
+    return (), problems[0] if problems else "has no encoder of images, videos or audio that longspan finds"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+@torch.no_grad()
+def _enlarge(model: nn.Module) -> None:
+    """Enlarge the weights so that pictures matter."""
+    for p in model.parameters():
+        if p.dim() > 1 and 0 < (std := float(p.std())) < 0.1:
+            p.mul_(min(0.15, 1 / math.sqrt(p.shape[-1])) / std)
+
+
+def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
+    """Return a modality's encoder; None if the model has none; raise if the rule does not hold."""
+    core = vision_core(model)
+    keys = encoder_arguments(core, modality)
+    if not keys:
+        return None
+    token = next(
+        (name for form in _TOKENS if isinstance(getattr(model.config, name := form.format(modality), None), int)), None
+    )
+    if token is None:
+        raise LongspanError(f"names no token that stands for the embeddings of its {modality}s")
+    given = example(core, modality, torch.Generator().manual_seed(0), frames=frames)
+    if given is None:
+        raise LongspanError(f"reads {modality}s from {', '.join(keys)} in a way that longspan does not know")
+    encoder = RuleEncoder(modality, keys[0], token, tuple(keys), True, plain_class(core))
+    with torch.no_grad():
+        whole = _run(core, modality, given)
+        units = pictures_in(given, keys[0])
+        parts = [] if units is None else [encoder.part(core, given, i, i + 1) for i in range(len(units))]
+        rows = rows_in(whole)
+        try:
+            apart = [rows_in(_run(core, modality, part)) for part in parts]
+            independent = bool(parts) and _close(torch.cat(apart), rows)
+        except Exception:  # of any kind
+            independent = False
+        sizes = [len(x) for x in apart] if independent else sizes_in(whole)
+        _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
+    return dataclasses.replace(encoder, apart=independent, frames=frames)
+
+
+def _run(core: Any, modality: str, given: Mapping[str, Any]) -> Any:
+    return getattr(core, f"get_{modality}_features")(**given, return_dict=True)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and float((a - b).abs().max()) <= 1e-4 * max(1e-6, float(b.abs().max()))
+
+
+class _Check:
+    """Compare a small model with what ranks would compute of it."""
+
+    def __init__(
+        self, model: Any, core: Any, modality: str, token: int, given: Mapping[str, Any], output: Any, sizes: list[int]
+    ) -> None:
+        self.model, self.core, self.modality, self.token = model, core, modality, token
+        self.given, self.output, self.rows = given, output, rows_in(output)
+        g = torch.Generator().manual_seed(1)
+        first = list[int]()
+        for size in sizes:
+            first += [*torch.randint(3, 20, (3,), generator=g).tolist(), *[token] * size]
+        first += torch.randint(3, 20, (5,), generator=g).tolist()
+        second = torch.randint(3, 20, (len(first),), generator=g).tolist()
+        self.ids = torch.tensor([first, second])
+        self.kinds = (self.ids == token).long() * (MODALITIES.index(modality) + 1)
+        accepted = inspect.signature(model.forward).parameters
+        self.batch = {"input_ids": self.ids, "attention_mask": torch.ones_like(self.ids), **given}
+        self.batch |= {name: self.kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+
+    def run(self) -> None:
+        try:
+            expected, seen = self._forward(self.batch)
+        except Exception as error:  # of any kind
+            raise LongspanError(f"cannot be checked: its small copy does not run ({_line(error)})") from error
+        n = self.ids.shape[1]
+        positions = self._positions(seen)
+        everything = torch.arange(n)
+        try:
+            found, _ = self._part(everything, positions)
+            if not _close(found, expected):
+                raise LongspanError(f"uses its {self.modality}s otherwise than as embeddings of their placeholders")
+            third = n // 3
+            for mine in (torch.cat([everything[:third], everything[2 * third :]]), everything[third : 2 * third]):
+                self._compare(seen, self._part(mine, positions)[1], mine)
+        except LongspanError:
+            raise
+        except Exception as error:  # of any kind
+            raise LongspanError(f"does not run on a part of its tokens ({_line(error)})") from error
+        text = {"input_ids": torch.where(self.ids == self.token, 5, self.ids), "position_ids": positions}
+        _, plain = self._forward({**text, "attention_mask": torch.ones_like(self.ids)})
+        if not _equal_masks(seen.get("attention_mask"), plain.get("attention_mask")):
+            raise LongspanError(
+                f"lets the tokens of its {self.modality}s see each other, or other tokens see them, otherwise than text"
+            )
+
+    def _positions(self, seen: Mapping[str, Any]) -> Tensor:
+        own = own_positions(self.model)
+        found = None if own is None else own(self.batch, 0)
+        return torch.arange(self.ids.shape[1])[None] if found is None else found
+
+    def _part(self, mine: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        ids = self.ids[:, mine]
+        before = (self.ids == self.token).flatten().cumsum(0).view_as(self.ids) - 1
+        chosen = before[:, mine][ids == self.token]
+        batch: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": positions[..., mine],
+        }
+        batch |= {ENCODER_OUTPUTS: {self.modality: with_rows(self.output, self.rows[chosen])}}
+        batch |= {"token_type_ids": self.kinds[:, mine]} if "token_type_ids" in self.batch else {}
+        return self._forward(batch)
+
+    def _forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the logits, and what the language model was called with."""
+        text, seen = text_part(self.core), dict[str, Any]()
+        forward = text.forward
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            seen.update(dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs)
+            return forward(*args, **kwargs)
+
+        text.forward = recording
+        try:
+            return self.model(**batch, use_cache=False).logits, seen
+        finally:
+            del text.forward
+
+    def _compare(self, whole: Mapping[str, Any], part: Mapping[str, Any], mine: Tensor) -> None:
+        before = (self.ids == self.token).flatten().cumsum(0).view_as(self.ids) - 1
+        chosen = before[:, mine][self.ids[:, mine] == self.token]
+        for name, x in _tensors(whole):
+            if "mask" in name.split(".")[0] and name.split(".")[0] != "visual_pos_masks":
+                continue
+            y = dict(_tensors(part)).get(name)
+            expected = self._cut(x, mine, chosen)
+            if name.startswith("position_ids"):  # the model takes what it is given; `run` has compared the logits
+                continue
+            if (
+                y is None
+                or y.shape != expected.shape
+                or not (_close(y.float(), expected.float()) if y.numel() else True)
+            ):
+                raise LongspanError(
+                    f"gives its language model `{name}`, which a part of the tokens cannot compute like all of them"
+                )
+
+    def _cut(self, x: Tensor, mine: Tensor, chosen: Tensor) -> Tensor:
+        n, rows = self.ids.shape[1], len(self.rows)
+        for dim, size in enumerate(x.shape):
+            if size == n:
+                return x.index_select(dim, mine)
+        return x[chosen] if x.dim() and len(x) == rows else x
+
+
+def _tensors(seen: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(seen, Tensor):
+        yield name, seen
+    items = seen.items() if isinstance(seen, Mapping) else enumerate(seen) if isinstance(seen, list | tuple) else ()
+    for key, x in items:
+        yield from _tensors(x, f"{name}.{key}" if name else str(key))
+
+
+def _equal_masks(a: Any, b: Any) -> bool:
+    return all(
+        (x is None) == (y is None) and (x is None or (x.shape == y.shape and torch.equal(x, y)))
+        for x, y in zip(_leaves(a), _leaves(b), strict=True)
+    )
+
+
+def _leaves(mask: Any) -> list[Any]:
+    return [x for key in sorted(mask) for x in _leaves(mask[key])] if isinstance(mask, Mapping) else [mask]

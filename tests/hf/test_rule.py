@@ -1,0 +1,115 @@
+"""Multimodal models without an entry in `FAMILIES`: found by rule, checked on a small copy, equal on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan.compat.reading import vision_core
+from longspan.core.errors import LongspanError
+from longspan.hf.model import rule
+from longspan.hf.model.encoders import UNKNOWN
+from longspan.hf.model.examples import example
+from longspan.hf.model.vision import encoders_of
+from tests.choose import confirming
+from tests.fuzz import multimodal
+from tests.fuzz.families import build
+from tests.models import Truth, compare, sharding, truth_of
+from tests.pool import RankPool, on_ranks
+
+
+def _model(model_type: str) -> Any:
+    return build(f"types/{model_type}", {}, 0)
+
+
+def _on_ranks(model_type: str, ring: int, fsdp: bool, truth: Truth) -> None:
+    sp = sharding(ring=ring)
+    model = longspan.parallelize(_model(model_type), sp, fsdp=fsdp, memory="auto")
+    compare(truth, model, multimodal.batch(_model(model_type)), sp)
+
+
+# Pictures whose embeddings are counted after they are encoded, and before; images, videos and audio with axes.
+ON_RANKS = [("smolvlm", 2, True), ("lighton_ocr", 1, True), ("qwen2_5_omni_thinker", 2, False)]
+
+
+@pytest.mark.parametrize(("model_type", "ring", "fsdp"), [ON_RANKS[0], *confirming(ON_RANKS[1:])])
+def test_one_process(pool2: RankPool, model_type: str, ring: int, fsdp: bool) -> None:
+    truth = truth_of(_model(model_type), multimodal.batch(_model(model_type)))
+    pool2.run(_on_ranks, model_type, ring, fsdp, truth)
+
+
+def _replicas(model_type: str) -> None:
+    """The second replica has a picture, too; with `alone`, only the first has one."""
+    sp = sharding(data=2)
+    whole = multimodal.batch(_model(model_type))
+    plain = _model(model_type)(**whole).loss
+    model = longspan.parallelize(_model(model_type), sp)
+    found = model(**multimodal.batch(_model(model_type), (sp.data_rank, 2))).loss
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    mine = multimodal.batch(_model(model_type), (sp.data_rank, 2))
+    if sp.data_rank:
+        text = torch.full_like(mine["input_ids"], 5)
+        mine = {"input_ids": text, "labels": text, "attention_mask": mine["attention_mask"]}
+    model(**mine).loss.backward()  # runs the encoder on a small picture where there is none
+
+
+def test_replicas(pool2: RankPool) -> None:
+    pool2.run(_replicas, "got_ocr2")
+
+
+@pytest.mark.parametrize("model_type", ["got_ocr2", "smolvlm"])
+def test_units(model_type: str) -> None:
+    model = _model(model_type)
+    core, (encoder,) = vision_core(model), encoders_of(model)
+    given = example(core, "image", torch.Generator().manual_seed(0))
+    assert given is not None
+    units = encoder.units(core, given)
+    assert units.rows == (UNKNOWN if model_type == "smolvlm" else (1, 1))
+    assert units.patches == ((32,) if model_type == "smolvlm" else (16, 16))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("molmo2", "otherwise than as embeddings"),
+        ("paligemma", "see each other"),
+        *confirming([("blip-2", "does not run on a part"), ("instructblip", "in a way that longspan does not know")]),
+    ],
+)
+def test_refused(model_type: str, reason: str) -> None:
+    with pytest.raises(LongspanError, match=reason):
+        encoders_of(_model(model_type))
+
+
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [
+        (lambda rows: rows.roll(1, 0), "otherwise than as embeddings"),
+        (lambda rows: rows.flip(0), "otherwise than as embeddings"),
+    ],
+)
+def test_the_check_sees_other_rows(monkeypatch: pytest.MonkeyPatch, planted: Any, reason: str) -> None:
+    """Rows shifted by one, and placeholders filled by rows of another picture."""
+    model, joined = _model("lighton_ocr"), rule.with_rows
+    monkeypatch.setattr(rule, "with_rows", lambda output, rows: joined(output, planted(rows)))
+    rule._checked.cache_clear()
+    with pytest.raises(LongspanError, match=reason):
+        encoders_of(model)
+    rule._checked.cache_clear()
+
+
+@on_ranks(2)
+def test_wrong_numbers() -> None:
+    for model_type, rows in (("lighton_ocr", 8), ("smolvlm", 8)):
+        model = longspan.parallelize(_model(model_type), sharding())
+        whole = multimodal.batch(_model(model_type))
+        token = getattr(model.config, encoders_of(_model(model_type))[0].token)
+        ids = whole["input_ids"].clone()
+        ids[0, ids[0] == token] = torch.tensor([5, *[token] * (int((ids[0] == token).sum()) - 1)])
+        with pytest.raises(LongspanError, match=rf"{rows - 1} image placeholders .* gives {rows} embeddings"):
+            model(**{**whole, "input_ids": ids})
+        with pytest.raises(LongspanError, match=rf"{rows} image placeholders .*, and no `pixel_values` fills"):
+            model(**{key: x for key, x in whole.items() if "pixel" not in key and "sizes" not in key})
