@@ -103,7 +103,7 @@ FAULTS = (
           "grad, shard_dim, gather_dim, sharded, gathered, group\n",
           "grad, shard_dim, gather_dim, gathered, sharded, group\n", "tests/comm/test_dsp.py"),
     Fault("recomputed_block_with_lengths_of_another_forward", "diffusion/tokens.py",
-          "with self.of_forward(lengths):", "with contextlib.nullcontext():",
+          "with self.of_forward(lengths, unit):", "with contextlib.nullcontext():",
           "tests/diffusion/test_diffusion.py -k recomputed"),
     Fault("joint_mask_in_another_order", "diffusion/attention.py", "mask = mask.index_select(-1, keys.order)",
           "mask = mask.clone()", "tests/diffusion/test_diffusion.py -k Hunyuan"),

@@ -359,11 +359,12 @@ def _blocks(
             path: tuple(x for x in (attention(*one, replicated) for one in of_module) if x is not None)
             for path, of_module in call.attention.items()
         }
+        sharing = [x for site in sites.values() for x in site if set(x.keys) != {REPLICATED}]
         block = Block(
             {key: cut(key[0], shape) for key, shape in call.arguments.items()},
             {key: cut(key[0], shape) for key, shape in call.outputs.items()},
             {path: site for path, site in sites.items() if any(set(x.keys) != {REPLICATED} for x in site)},
-            call.sides[0] * call.sides[1] in base,
+            call.sides[0] * call.sides[1] in base and not any(x.kind == "softmax" for x in sharing),
         )
         before = kinds.setdefault(made_of(call.block), block)
         before.arguments.update({k: v for k, v in block.arguments.items() if k not in before.arguments})
