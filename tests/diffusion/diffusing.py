@@ -77,17 +77,20 @@ CLASSES = (
 """The classes of diffusers that are accepted with their default config, by the rule."""
 
 
-def small_case(name: str) -> tuple[nn.Module, Inputs]:
-    """Return a small model of a class and inputs whose tokens do not divide by 2 or 4; in fp64 where the class can."""
+def small_case(name: str, grid: tuple[int, int, int] = (3, 5, 5), text: int = 7) -> tuple[nn.Module, Inputs]:
+    """Return a small model of a class and inputs of so many tokens; in fp64 where the class can.
+
+    By default the tokens do not divide by 2 or 4. An image has one frame.
+    """
     kind = _kind(name)
     parameters = list(inspect.signature(kind.__init__).parameters.items())[1:]
     defaults = {key: p.default for key, p in parameters} | DEFAULTS.get(name, {})
     model: Any = small_copy(kind, small.shrink(defaults, 4) | small.CONFIGS.get(name, {}), torch.device("cpu"))
-    frames = 3 if "3D" in name else 1
+    frames = grid[0] if "3D" in name else 1
     problem: Exception | None = None
     for dtype in (torch.float64, torch.float32):
         generator = torch.Generator().manual_seed(1)
-        draw = Draw(model.config, 2, (frames, 5, 5), 7, generator, torch.device("cpu"), dtype)
+        draw = Draw(model.config, 2, (frames, *grid[1:]), text, generator, torch.device("cpu"), dtype)
         model = model.to(dtype)
         try:
             layout = small.find_layout(model, lambda layout, draw=draw: small.make_inputs(kind, draw, layout))

@@ -225,8 +225,9 @@ def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str) 
     check_every_mesh(get_pool, ranks, name)
 
 
-def _small_on_every_mesh(name: str, meshes: list[dict[str, int]]) -> None:
-    model, inputs = small_case(name)
+def small_on_meshes(name: str, meshes: list[dict[str, int]], *sizes: Any) -> None:
+    """Compare a class with one process on meshes; `sizes` are those of `small_case`."""
+    model, inputs = small_case(name, *sizes)
     expected = check.run(copy.deepcopy(model), inputs)
     exact = next(model.parameters()).dtype == torch.float64
     for i, axes in enumerate(meshes):
@@ -253,7 +254,7 @@ MESHES: dict[int, list[dict[str, int]]] = {
 
 def check_class(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
     """Assert that a class equals one process on every mesh of so many ranks."""
-    get_pool(ranks).run(_small_on_every_mesh, name, MESHES[ranks], timeout=300)
+    get_pool(ranks).run(small_on_meshes, name, MESHES[ranks], timeout=300)
 
 
 @pytest.mark.parametrize(("ranks", "name"), confirming((ranks, name) for ranks in MESHES for name in CLASSES))
@@ -268,7 +269,7 @@ def test_other_structures(name: str) -> None:
     attention and convolutions over rows of pixels.
     """
     name = next(kind for kind in CLASSES if kind.startswith(name + "T"))
-    _small_on_every_mesh(name, [{"ring": 2, "ulysses": 2}])
+    small_on_meshes(name, [{"ring": 2, "ulysses": 2}])
 
 
 LENGTHS = 5, 11
