@@ -14,6 +14,7 @@ import itertools
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
@@ -53,6 +54,8 @@ def _run(lane: str) -> None:
 
         imported = ["-W", "ignore:Module already imported"]  # such as anyio, before its plugin
         code = pytest.main(["--quiet", "-p", "no:cacheprovider", *imported, *shlex.split(lane)])
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -71,8 +71,8 @@ CLASSES = (
     "LongCatImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel",
     "MotifVideoTransformer3DModel", "NucleusMoEImageTransformer2DModel", "OvisImageTransformer2DModel",
     "PRXTransformer2DModel", "PixArtTransformer2DModel", "QwenImageTransformer2DModel", "SD3Transformer2DModel",
-    "SkyReelsV2Transformer3DModel", "StableAudio3DiTModel", "StableAudioDiTModel", "WanTransformer3DModel",
-    "WanVACETransformer3DModel", "ZImageTransformer2DModel",
+    "SanaTransformer2DModel", "SkyReelsV2Transformer3DModel", "StableAudio3DiTModel", "StableAudioDiTModel",
+    "WanTransformer3DModel", "WanVACETransformer3DModel", "ZImageTransformer2DModel",
 )  # fmt: skip
 """The classes of diffusers that are accepted with their default config, by the rule."""
 

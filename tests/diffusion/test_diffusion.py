@@ -261,10 +261,13 @@ def test_every_class(get_pool: Callable[[int], RankPool], ranks: int, name: str)
     check_class(get_pool, ranks, name)
 
 
-@pytest.mark.parametrize("name", ["LTX2VideoTransformer3DModel", "MochiTransformer3DModel", "ZImageTransformer2DModel"])
+@pytest.mark.parametrize("name", ["LTX2Video", "Mochi", "ZImage", "Sana"])
 @on_ranks(4)
 def test_other_structures(name: str) -> None:
-    """Video and audio; a text of which each row holds another part, on every rank; refiners and a joint list."""
+    """Video and audio; a text of which each row holds another part, on every rank; refiners and a joint list; linear
+    attention and convolutions over rows of pixels.
+    """
+    name = next(kind for kind in CLASSES if kind.startswith(name + "T"))
     _small_on_every_mesh(name, [{"ring": 2, "ulysses": 2}])
 
 

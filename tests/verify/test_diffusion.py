@@ -61,7 +61,7 @@ def test_the_weights_of_a_pipeline_pass_on_4_ranks(
 ) -> None:
     make_model("LTXVideoTransformer3DModel").float().save_pretrained(tmp_path / "transformer")
     (tmp_path / "model_index.json").write_text('{"_class_name": "LTXPipeline"}')
-    report = pool4.run(worker, _config(tmp_path, model=str(tmp_path), ulysses=4, batch=2))[0]
+    report = pool4.run(worker, _config(tmp_path, model=str(tmp_path), ring=2, batch=2))[0]
     assert report.passed, _failing(report)
     print_table(report)
     text = " ".join(capsys.readouterr().out.split())

@@ -25,14 +25,14 @@ from longspan.attn.api import prepare_attention
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.attn.segments import runs_of
-from longspan.comm.collectives import all_gather, sum_over
+from longspan.comm.collectives import all_gather, replicate, sum_over
 from longspan.comm.mesh import group_name
 from longspan.comm.reshard import gather_along, move_shards, move_shards_together, shard_along, shard_sizes
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
-from longspan.diffusion.structure import REPLICATED, Attention, is_product
+from longspan.diffusion.structure import REPLICATED, Attention, is_over_rows, is_product
 from longspan.diffusion.tokens import Tokens
 
 
@@ -61,17 +61,18 @@ class ShardedAttention(TorchFunctionMode):
     def __init__(self, tokens: Tokens, calls: Sequence[Attention]) -> None:
         super().__init__()
         self.tokens, self.expected, self.calls = tokens, calls, 0
-        self.sums = any(call.sums for call in calls)
+        self.others = {call.kind for call in calls} - {"softmax"}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.sums and is_product(func) and args[0].dim() == args[1].dim() == 4:
-            of = next((x.queries for x in self.expected if x.sums), ())
-            out = func(*args, **kwargs)
-            if args[0].shape[-1] != sum(map(self.tokens.held, of)) or self.calls == len(self.expected):
-                return out
-            self.calls += 1
-            return sum_over(out, self.tokens.sp.group)
+        if self.others and self.calls < len(self.expected):
+            call = self.expected[self.calls]
+            if call.kind == "sum" and is_product(func) and args[0].shape[-1] == self.tokens.held(call.queries[0]):
+                self.calls += 1
+                return _sum_of_ranks(func(*args, **kwargs), self.tokens.sp.group)
+            if call.kind == "rows" and is_over_rows(func, args):
+                self.calls += 1
+                return convolve_rows(self.tokens, *args)
         if func is not F.scaled_dot_product_attention or self.calls == len(self.expected):
             self.calls += func is F.scaled_dot_product_attention
             return func(*args, **kwargs)
@@ -226,6 +227,29 @@ def _gather_keys(mask: Tensor, of_ranks: Sequence[int], group: dist.ProcessGroup
     rows = torch.cat([rows, rows.new_zeros(max(of_ranks) - rows.shape[0], *rows.shape[1:])])
     parts = all_gather(rows, group_name(group)).split(max(of_ranks))
     return torch.cat([part[:n] for part, n in zip(parts, of_ranks, strict=True)]).movedim(0, -1)
+
+
+def _sum_of_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of all ranks' states, which the queries of each read: gradients are summed over the ranks, too."""
+    return x if group is None else replicate(sum_over(x, group), group_name(group))
+
+
+def convolve_rows(
+    tokens: Tokens, x_BCLW: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, *more: Any
+) -> Tensor:
+    """Convolve this rank's rows of pixels with those of its neighbours beside them; beyond the image are zeros."""
+    group, rank = tokens.sp.group, tokens.sp.rank
+    if group is None or group.size() == 1:
+        return F.conv2d(x_BCLW, weight, bias, stride, padding, *more)
+    if weight.shape[-2] != 3 or stride[0] != 1 or padding[0] != 1:
+        raise LongspanError(f"a convolution over rows with kernel {tuple(weight.shape[-2:])} and stride {stride}")
+    edges = torch.stack([x_BCLW[:, :, 0], x_BCLW[:, :, -1]])
+    first_and_last = [*all_gather(edges, group_name(group)).unbind()]
+    nothing = torch.zeros_like(first_and_last[0])
+    above = first_and_last[2 * rank - 1] if rank else nothing
+    below = first_and_last[2 * rank + 2] if rank + 1 < group.size() else nothing
+    x = torch.cat([above[:, :, None], x_BCLW, below[:, :, None]], 2)
+    return F.conv2d(x, weight, bias, stride, (0, padding[1]), *more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

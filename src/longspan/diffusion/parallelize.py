@@ -13,7 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from longspan.comm.collectives import replicate, scale_gradient
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.comm.weights import ReplicaCheck, agree_on_model, broadcast_weights, digests_to_compare
+from longspan.comm.weights import (
+    ReplicaCheck,
+    agree_on_model,
+    broadcast_weights,
+    check_float8_scales,
+    digests_to_compare,
+)
 from longspan.compat.friends_api import hooks_of, is_of_diffusers, is_parallel, version_of_diffusers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
@@ -108,6 +114,7 @@ def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) 
     dropout = next((name for name, module in model.named_modules() if draws(module)), None)
     if dropout is not None:
         raise LongspanError(f"{dropout} has dropout, which would depend on the number of ranks; set it to 0")
+    check_float8_scales(model, sp)
 
 
 def _check_modules(model: nn.Module) -> None:

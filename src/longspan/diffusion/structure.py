@@ -33,11 +33,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Attention:
-    """Whose tokens are the queries and the keys of a call; `sums`: a product over all tokens, of linear attention."""
+    """Whose tokens are the queries and the keys of a call that mixes tokens.
+
+    `kind`: "softmax", "sum" (a product over all tokens, of linear attention) or "rows" (a convolution over rows of
+    pixels).
+    """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    sums: bool = False
+    kind: str = "softmax"
 
 
 Paths = dict[tuple[str, int], Cut | None]
@@ -51,6 +55,7 @@ class Block:
     arguments: Paths
     outputs: Paths
     attention: dict[str, tuple[Attention, ...]]  # by the path of a module in the block: its calls, in order
+    by_rows: bool = False  # whether it takes `height` and `width`, as its tokens are pixels: whole rows are split
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,8 @@ class _Call:
     block: nn.Module
     arguments: dict[tuple[str, int], tuple[int, ...]]  # shapes
     outputs: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    attention: dict[str, list[tuple[bool, int, int]]] = field(default_factory=dict)  # sums, queries, keys
+    sides: tuple[int, int] = (0, 0)  # `height` and `width`, if the block takes them
+    attention: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)  # kind, queries, keys
 
 
 class Recorder(TorchFunctionMode):
@@ -174,6 +180,8 @@ class Recorder(TorchFunctionMode):
             changed = None if self.disturbed is None or self.disturbed[0] != path else self.disturbed[1]
             first = all(call.path != path for call in self.calls)
             self._running = _Call(path, block, shapes)
+            if all(isinstance(named.get(side), int) for side in ("height", "width")):
+                self._running.sides = named["height"], named["width"]
             self.calls.append(self._running)
             self.after.clear()
             if changed is None or not first:
@@ -204,16 +212,24 @@ class Recorder(TorchFunctionMode):
             calls = self._running.attention.setdefault(self._stack[-1], [])
             if func is F.scaled_dot_product_attention:
                 q, k = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("query", "key")))
-                calls.append((False, q.shape[-2], k.shape[-2]))
+                calls.append(("softmax", q.shape[-2], k.shape[-2]))
                 self.first_rows.append((q[..., 0, :], k[..., 0, :]))
             elif is_product(func) and args[0].dim() == args[1].dim() == 4:
-                calls.append((True, args[0].shape[-1], args[0].shape[-1]))
+                calls.append(("sum", args[0].shape[-1], args[0].shape[-1]))
+            elif is_over_rows(func, args) and args[0].shape[-2:] == self._running.sides:
+                n = args[0].shape[-2] * args[0].shape[-1]
+                calls.append(("rows", n, n))
         return func(*args, **kwargs)
 
 
 def is_product(func: Any) -> bool:
     """Return whether a function is a product of matrices."""
     return func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+def is_over_rows(func: Any, args: Any) -> bool:
+    """Return whether a function convolves neighbouring rows, as `nn.Conv2d` calls it."""
+    return func is F.conv2d and len(args) == 7 and args[1].shape[-2] > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,7 +295,7 @@ def comes_first(plain: Recorder, disturbed: Recorder) -> bool:
     path, name = disturbed.disturbed
     first = 0
     for call in plain.calls:
-        sites = [site for of_module in call.attention.values() for site in of_module if not site[0]]
+        sites = [site for of_module in call.attention.values() for site in of_module if site[0] == "softmax"]
         if call.path == path:
             shape = call.arguments[name, 3]
             length = shape[0] if shape[1] == plain.rows else shape[1]
@@ -324,10 +340,10 @@ def _blocks(
             return None  # attention permutes a mask of all tokens itself
         return found[0]
 
-    def attention(sums: bool, queries: int, keys: int, replicated: set[int]) -> Attention | None:
-        if sums:
+    def attention(kind: str, queries: int, keys: int, replicated: set[int]) -> Attention | None:
+        if kind != "softmax":
             found = of(queries)
-            return None if found is None else Attention(found, found, sums=True)
+            return None if found is None else Attention(found, found, kind)
         q, k = of(queries), of(keys)
         if longest:
             q, k = ((0, REPLICATED)[:: 1 if in_order else -1] if n > base[0] else of(n) for n in (queries, keys))
@@ -343,10 +359,12 @@ def _blocks(
             path: tuple(x for x in (attention(*one, replicated) for one in of_module) if x is not None)
             for path, of_module in call.attention.items()
         }
+        sharing = [x for site in sites.values() for x in site if set(x.keys) != {REPLICATED}]
         block = Block(
             {key: cut(key[0], shape) for key, shape in call.arguments.items()},
             {key: cut(key[0], shape) for key, shape in call.outputs.items()},
             {path: site for path, site in sites.items() if any(set(x.keys) != {REPLICATED} for x in site)},
+            call.sides[0] * call.sides[1] in base and not any(x.kind == "softmax" for x in sharing),
         )
         before = kinds.setdefault(made_of(call.block), block)
         before.arguments.update({k: v for k, v in block.arguments.items() if k not in before.arguments})

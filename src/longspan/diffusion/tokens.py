@@ -48,6 +48,7 @@ class Tokens:
         # Full attention is balanced over a ring without zigzag, and a contiguous layout keeps the order of ranks.
         self.sp.layout = choose_layout("contiguous", sp.ring_size, sp.ulysses_size)
         self.lengths: Lengths = ()
+        self.unit = 1  # tokens that stay together: those of a row, where blocks convolve pixels
         self.mine: Tensor | None = None  # without `gather_output`, from the last projection to the end of the forward
         self.is_split = False  # while a checkpointed block runs
         self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
@@ -59,7 +60,7 @@ class Tokens:
     def held(self, stream: int) -> int:
         """How many tokens of a stream this rank holds: all of one that has fewer tokens than there are ranks."""
         n = self.lengths[stream]
-        return n if n < self.sp.size else shard_sizes(n, self.sp.size)[self.sp.rank]
+        return n if n < self.sp.size else self.unit * shard_sizes(n // self.unit, self.sp.size)[self.sp.rank]
 
     def ranks_of(self, lengths: Lengths) -> tuple[int, ...]:
         """How many tokens each rank holds of parts with these lengths."""
@@ -75,18 +76,25 @@ class Tokens:
         if held == whole:
             parts = x.split([self.lengths[stream] for stream in cut.streams], cut.dim)
             short = self.sp.size
-            parts = [x if x.shape[cut.dim] < short else shard_along(x, cut.dim, self.sp.group) for x in parts]
+            parts = [x if x.shape[cut.dim] < short else self._shard(x, cut.dim) for x in parts]
             return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
         mine = sum(map(self.held, cut.streams))
         if held not in (1, mine):
             raise LongspanError(f"`{name}` has {held} tokens, the model {whole}; give one entry per token")
         return x
 
+    def _shard(self, x: Tensor, dim: int) -> Tensor:
+        return shard_along(x.unflatten(dim, (-1, self.unit)), dim, self.sp.group).flatten(dim, dim + 1)
+
+    def _gather(self, x: Tensor, dim: int, length: int) -> Tensor:
+        rows = x.unflatten(dim, (x.shape[dim] // self.unit, self.unit))
+        return gather_along(rows, dim, length // self.unit, self.sp.group).flatten(dim, dim + 1)
+
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """Return the tokens of all ranks."""
         parts = x.split([self.held(stream) for stream in cut.streams], cut.dim)
         wholes = [
-            part if n < self.sp.size else gather_along(part, cut.dim, n, self.sp.group)
+            part if n < self.sp.size else self._gather(part, cut.dim, n)
             for part, n in zip(parts, (self.lengths[stream] for stream in cut.streams), strict=True)
         ]
         return wholes[0] if len(wholes) == 1 else torch.cat(wholes, cut.dim)
@@ -115,6 +123,14 @@ class Tokens:
             cuts = {path: cut.dim for (path, _), cut in block.arguments.items() if cut is not None}
             sizes = {path: x.shape[cuts[path]] for path, x in tensors_in(arguments) if path in streams}
             self.lengths = tuple(sizes[name] for name in streams)
+            self.unit = arguments["width"] if block.by_rows else 1
+            if self.lengths[0] // self.unit < self.sp.size:
+                raise LongspanError(
+                    f"the latents have {self.lengths[0] // self.unit} rows of tokens, fewer than the {self.sp.size} "
+                    f"ranks, and rows are not cut; use fewer ranks"
+                )
+        if block.by_rows:
+            arguments["height"] = self.held(0) // self.unit
         split: dict[str, Any] = self._with(arguments, block.arguments, self.split)
         return split
 
@@ -133,14 +149,14 @@ class Tokens:
         return map_tensors(value, one)
 
     @contextlib.contextmanager
-    def of_forward(self, lengths: Lengths) -> Iterator[None]:
+    def of_forward(self, lengths: Lengths, unit: int) -> Iterator[None]:
         """Run a block on split arguments, with the lengths of its own forward; another one may have run since."""
-        before = self.lengths, self.is_split
-        self.lengths, self.is_split = lengths, True
+        before = self.lengths, self.unit, self.is_split
+        self.lengths, self.unit, self.is_split = lengths, unit, True
         try:
             yield
         finally:
-            self.lengths, self.is_split = before
+            self.lengths, self.unit, self.is_split = before
 
     def split_before_checkpoints(self, model: Any) -> None:
         """Split a block's arguments before it is checkpointed, or the whole ones would be saved.
@@ -156,10 +172,10 @@ class Tokens:
             if block not in self.blocks:
                 return checkpoint(block, *args, **kwargs)
             arguments = self.split_arguments(block, args, kwargs)
-            lengths = self.lengths
+            lengths, unit = self.lengths, self.unit
 
             def run(*args: Any) -> Any:
-                with self.of_forward(lengths):
+                with self.of_forward(lengths, unit):
                     return block(**dict(zip(arguments, args, strict=True)))
 
             return checkpoint(run, *arguments.values())
