@@ -14,6 +14,7 @@ import itertools
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
@@ -34,7 +35,7 @@ def main(lanes: Sequence[str]) -> int:
 def _import() -> None:
     from tests.pool import PRELOAD
 
-    for name in PRELOAD:  # the last one leaves what is imported out of garbage collection
+    for name in ("hypothesis", *PRELOAD):  # the last one leaves what is imported out of garbage collection
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -51,8 +52,10 @@ def _run(lane: str) -> None:
             forkserver.ensure_running()
         import pytest
 
-        # anyio's plugin imports trio, which warns if hypothesis is there already.
-        code = pytest.main(["--quiet", "-p", "no:cacheprovider", "-p", "no:anyio", *shlex.split(lane)])
+        imported = ["-W", "ignore:Module already imported"]  # such as anyio, before its plugin
+        code = pytest.main(["--quiet", "-p", "no:cacheprovider", *imported, *shlex.split(lane)])
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

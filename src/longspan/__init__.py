@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longspan.comm.shard import global_mean as global_mean
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.core.memory import Memory as Memory
-    from longspan.diffusion.tokens import shard_target as shard_target
+    from longspan.diffusion.check import shard_target as shard_target
     from longspan.elastic.batches import elastic_batches as elastic_batches
     from longspan.elastic.batches import schedule as schedule
     from longspan.hf.batch.shard import shard_batch as shard_batch
@@ -74,7 +74,7 @@ _DEFINED_IN = {
     "register_mixer": "longspan.hf.forward.mixer_functions",
     "schedule": "longspan.elastic.batches",
     "shard_batch": "longspan.hf.batch.shard",
-    "shard_target": "longspan.diffusion.tokens",
+    "shard_target": "longspan.diffusion.check",
     "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",

@@ -4,7 +4,9 @@ verdict.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import json
 import os
 import sys
@@ -36,6 +38,9 @@ from tests.fakes import fake_world
 
 def run_report(folder: Path, *args: str) -> dict[str, Any]:
     """Run the command on a CPU, and return its exit code, its page, and its JSON."""
+    for name in ("bitsandbytes", "peft", "functorch.compile", "transformers.processing_utils"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)  # here once, and not in the process of every item
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP does not survive the fork of an item
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:

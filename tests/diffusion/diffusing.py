@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longspan.verify.latents import INPUTS, Draw, Inputs
+from longspan.diffusion import small
+from longspan.diffusion.check import small_copy
+from longspan.diffusion.small import Draw, Inputs
 
 LATTE = {
     "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,
@@ -50,6 +53,53 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "CogVideoXTransformer3DModel": {"use_rotary_positional_embeddings": True},
+    "ConsisIDTransformer3DModel": {"use_rotary_positional_embeddings": True},
+    "CosmosTransformer3DModel": {"concat_padding_mask": False},  # torchvision resizes the mask
+}
+"""What a class lacks in the defaults of its config."""
+CLASSES = (
+    "AceStepTransformer1DModel", "AllegroTransformer3DModel", "AnyFlowTransformer3DModel",
+    "AuraFlowTransformer2DModel", "BriaTransformer2DModel", "ChromaTransformer2DModel", "ChronoEditTransformer3DModel",
+    "CogVideoXTransformer3DModel", "CogView3PlusTransformer2DModel", "CogView4Transformer2DModel",
+    "ConsisIDTransformer3DModel", "CosmosTransformer3DModel", "ErnieImageTransformer2DModel", "Flux2Transformer2DModel",
+    "Flux3Transformer2DModel", "FluxTransformer2DModel", "GlmImageTransformer2DModel", "HunyuanImageTransformer2DModel",
+    "HunyuanVideo15Transformer3DModel", "HunyuanVideoTransformer3DModel", "JoyImageEditTransformer3DModel",
+    "Kandinsky6Transformer3DModel", "Krea2Transformer2DModel",
+    "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel", "LongCatAudioDiTTransformer",
+    "LongCatImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel",
+    "MotifVideoTransformer3DModel", "NucleusMoEImageTransformer2DModel", "OvisImageTransformer2DModel",
+    "PRXTransformer2DModel", "PixArtTransformer2DModel", "QwenImageTransformer2DModel", "SD3Transformer2DModel",
+    "SanaTransformer2DModel", "SkyReelsV2Transformer3DModel", "StableAudio3DiTModel", "StableAudioDiTModel",
+    "WanTransformer3DModel", "WanVACETransformer3DModel", "ZImageTransformer2DModel",
+)  # fmt: skip
+"""The classes of diffusers that are accepted with their default config, by the rule."""
+
+
+def small_case(name: str, grid: tuple[int, int, int] = (3, 5, 5), text: int = 7) -> tuple[nn.Module, Inputs]:
+    """Return a small model of a class and inputs of so many tokens; in fp64 where the class can.
+
+    By default the tokens do not divide by 2 or 4. An image has one frame.
+    """
+    kind = _kind(name)
+    parameters = list(inspect.signature(kind.__init__).parameters.items())[1:]
+    defaults = {key: p.default for key, p in parameters} | DEFAULTS.get(name, {})
+    model: Any = small_copy(kind, small.shrink(defaults, 4) | small.CONFIGS.get(name, {}), torch.device("cpu"))
+    frames = grid[0] if "3D" in name else 1
+    problem: Exception | None = None
+    for dtype in (torch.float64, torch.float32):
+        generator = torch.Generator().manual_seed(1)
+        draw = Draw(model.config, 2, (frames, *grid[1:]), text, generator, torch.device("cpu"), dtype)
+        model = model.to(dtype)
+        try:
+            layout = small.find_layout(model, lambda layout, draw=draw: small.make_inputs(kind, draw, layout))
+            return model, small.make_inputs(kind, draw, layout)
+        except ValueError as error:
+            problem = error
+    raise AssertionError(problem)
+
+
 def make_model(name: str, **config: Any) -> nn.Module:
     """Return a model in fp64, with the same random weights in every process. None of them is zero."""
     import diffusers
@@ -62,23 +112,41 @@ def make_model(name: str, **config: Any) -> nn.Module:
     return model
 
 
-GRIDS = {"LatteTransformer3DModel": (5, 4, 3), "LTXVideoTransformer3DModel": (1, 3, 5)}
-"""Tokens of inputs: frames, height, width. Of other models 5 x 3 x 5."""
+GRIDS = {
+    "LatteTransformer3DModel": (5, 4, 3),
+    "LTXVideoTransformer3DModel": (1, 3, 5),
+    "CogVideoXTransformer3DModel": (3, 3, 5),
+}
+"""Tokens of inputs: frames, height, width. Of other models 5 x 3 x 5, and 1 x 3 x 5 if they take tokens."""
 
 
 def make_inputs(name: str) -> Inputs:
     """Return inputs whose numbers of tokens do not divide by 2 or 4; tensors with gradients where possible."""
-    grid, generator = GRIDS.get(name, (5, 3, 5)), torch.Generator().manual_seed(1)
-    return INPUTS[name](Draw(_config(name), 2, grid, generator, torch.device("cpu"), torch.float64))
+    return small.make_inputs(_kind(name), _draw(name), _layout(name))
+
+
+def _draw(name: str) -> Draw:
+    grid = GRIDS.get(name, (5, 3, 5) if "3D" in name else (1, 3, 5))
+    return Draw(_config(name), 2, grid, 5, torch.Generator().manual_seed(1), torch.device("cpu"), torch.float64)
+
+
+@functools.cache
+def _layout(name: str) -> str:
+    """Return the axes of a model's latents."""
+    return small.find_layout(make_model(name), lambda layout: small.make_inputs(_kind(name), _draw(name), layout))
+
+
+def _kind(name: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)
 
 
 @functools.cache
 def _config(name: str) -> Any:
     """Return a model's config with its defaults."""
-    import diffusers
-
     with torch.device("meta"):
-        return getattr(diffusers, name)(**CONFIGS[name]).config
+        return _kind(name)(**CONFIGS[name]).config
 
 
 def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:

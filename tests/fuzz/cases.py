@@ -47,6 +47,7 @@ class Case:
         micro: batches per step, all but the last in `no_sync`.
         resume: save a checkpoint after the first step, and load it into a new model.
         generation: keywords of `generate`, or of TrainingArguments.
+        teacher: keywords of `longspan.distillation_loss`, by which steps train against a model of other weights.
     """
 
     family: str
@@ -71,6 +72,7 @@ class Case:
     micro: int = 1
     resume: bool = False
     generation: dict[str, Any] = field(default_factory=dict)
+    teacher: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         plain = Case(self.family)
@@ -171,6 +173,9 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         return replace(case, double=False, generation=_given(args))
     steps = rng.choice([1, 1, 1, 2, 3])
     trained = {"steps": steps, "micro": rng.choice([1, 1, 2]), "resume": steps > 1 and rng.random() < 0.4}
+    if rng.random() < 0.1 and "output_router_logits" not in case.config:
+        teacher = {"beta": rng.choice([0.0, 0.3, 1.0]), "temperature": maybe(0.4, 0.7), "top_k": maybe(0.4, 1, 5)}
+        trained["teacher"] = _given(teacher)
     if vision:
         return replace(case, padding=rng.choice(["left", "right"]), **trained)
     documents = maybe(0.25, "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q")

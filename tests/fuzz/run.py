@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import tempfile
@@ -23,9 +24,11 @@ import longspan
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.hf.model.support import check_model, is_masked_lm
+from longspan.verify.runs import fp64_casts
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
 from tests.hf import pictures
+from tests.losses.test_distillation import plain_divergence
 from tests.models import Run, Truth, gradient_excess, gradients, truth_by, widened
 from tests.pool import RankError, RankHang, RankPool
 from tests.tolerance import excess, excess_of_rows
@@ -208,8 +211,30 @@ def _leaks(model: Any, batch: Batch) -> bool:
 
 
 def _trained_plainly(case: Case, model: Any, batches: list[Batch], apart: bool) -> Run:
-    forward = _each_document if apart else lambda model, batch: model(**batch.plain, use_cache=False)
+    forward: Any = _each_document if apart else lambda model, batch: model(**batch.plain, use_cache=False)
+    if case.teacher:
+        forward = functools.partial(_distilled, forward, _teacher(case), case)
     return _trained_by(case, model, batches, forward, lambda m: contextlib.nullcontext())
+
+
+def _teacher(case: Case) -> Any:
+    config = {name: x for name, x in case.config.items() if name == "vocab_size"}
+    return _model(dataclasses.replace(case, seed=case.seed + 1, lora=False, config=config)).eval()
+
+
+def _distilled(forward: Callable[[Any, Batch], Any], teacher: Any, case: Case, model: Any, batch: Batch) -> Any:
+    """Return what a student's forward does, with its mean divergence from a teacher as the loss."""
+    out = forward(model, batch)
+    if out.loss is None:
+        return out
+    other = teacher if out.logits.dtype == torch.float32 else widened(teacher)
+    with torch.no_grad(), fp64_casts(other) if other is not teacher else contextlib.nullcontext():
+        logits = [out.logits, forward(other, batch).logits]
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    labels = batch.plain["labels"]
+    labels = labels if is_masked_lm(inner) else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    options = {"beta": 0.0, "temperature": 1.0, "top_k": None} | case.teacher
+    return _Out(plain_divergence(*logits, **options)[labels != IGNORED].mean(), out.logits)
 
 
 def _each_document(model: Any, batch: Batch) -> Any:
@@ -304,9 +329,12 @@ def _options(case: Case) -> dict[str, Any]:
 def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> Outcome:
     model = _model(case)
     batches = _batches(case, model, (sp.data_rank, sp.data_size))
+    teacher = longspan.parallelize(_teacher(case), sp, **_options(case)) if case.teacher else None
     model = longspan.parallelize(model, sp, **_options(case))
 
     def forward(model: Any, batch: Batch) -> Any:
+        if teacher is not None and torch.is_grad_enabled():
+            return _Out(longspan.distillation_loss(model, teacher, batch.whole, **case.teacher), torch.empty(0))
         out = model(**batch.whole)
         if out.logits is not None and not torch.is_grad_enabled():
             out = _Out(out.loss, sp.gather(out.logits, dim=1, length=batch.real.shape[1]))

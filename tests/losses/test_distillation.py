@@ -111,6 +111,21 @@ def test_distributions_without_common_tokens_have_finite_gradients() -> None:
             assert bool(loss.isfinite()) and bool(torch.autograd.grad(loss, x)[0].isfinite().all())
 
 
+def test_a_small_divergence_is_not_rounded_away() -> None:
+    """In fp32 the plain formulas' own rounding is 2e-4 to 1e-3 of it."""
+    torch.manual_seed(4)
+    weight = 2 * torch.randn(5000, 16)
+    head, teacher = (nn.Linear(16, 5000, bias=False) for _ in range(2))
+    head.weight.data, teacher.weight.data = weight, weight + 0.03 * torch.randn_like(weight)
+    for beta in (0.0, 0.3, 1.0):
+        heads = Head(head), Head(teacher)
+        heads[0].defer_next = heads[1].defer_next = True
+        x, labels = torch.eye(16), torch.zeros(16, dtype=torch.int64)  # the logits are columns of the weights
+        found = loss_sum(head(x), labels, Divergence(teacher(x), beta)) / 16
+        exact = plain_divergence(head.weight.T.double(), teacher.weight.T.double(), beta, 1.0, None).mean()
+        assert float(found) == pytest.approx(float(exact), rel=1e-5)
+
+
 @on_ranks(2)
 def test_the_first_of_equal_tokens_are_the_largest() -> None:
     """Also if two ranks share the vocabulary: 5 and 4 tokens."""

@@ -34,9 +34,9 @@ pytestmark = pytest.mark.versions
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
-STEPS = {"max_steps": 8}
+STEPS = {"max_steps": 4}
 
-EVALUATED = {**STEPS, "eval_strategy": "steps", "eval_steps": 4}
+EVALUATED = {**STEPS, "eval_strategy": "steps", "eval_steps": 2}
 
 MIXED = [{"ring": 2}, {"data": 2, "ulysses": 2}]
 
@@ -246,7 +246,7 @@ def test_the_noise_of_elastic_batches_is_that_of_the_batch(pool4: RankPool, tmp_
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints.
 
-SAVED = {**STEPS, "save_strategy": "steps", "save_steps": 4}
+SAVED = {**STEPS, "save_strategy": "steps", "save_steps": 2}
 
 
 def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -264,11 +264,11 @@ def test_a_run_resumes_on_another_mesh(
     """From the newest complete checkpoint, or from one that is named; and on one device."""
     variant = VARIANTS[name]
     pool2.run(sharded, first, tmp_path, {**SAVED, **EVALUATED, **variant})
-    complete = tmp_path / "checkpoint-4"
-    damaged = next((tmp_path / "checkpoint-8" / "longspan").glob("*.safetensors"))
+    complete = tmp_path / "checkpoint-2"
+    damaged = next((tmp_path / "checkpoint-4" / "longspan").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     # A trainer that is killed after a save in the background leaves this: its state is written last.
-    state = tmp_path / "checkpoint-8" / "trainer_state.json"
+    state = tmp_path / "checkpoint-4" / "trainer_state.json"
     found, (wrong,) = newest_undamaged(tmp_path)
     assert found is not None and found.path == complete and f"{damaged} is damaged: its" in wrong
     names = {name for name in found.files if "longspan/" not in name}
@@ -281,14 +281,14 @@ def test_a_run_resumes_on_another_mesh(
     logs = pool.run(sharded, mesh, out, {**EVALUATED, **variant, "resume_from_checkpoint": resume})
     alone = sharded_alone(tmp_path / "alone", **EVALUATED, **variant, resume_from_checkpoint=str(complete))
     for log in (*logs, alone):
-        compare(_after(log, 4), _after(_plain(name), 4))
+        compare(_after(log, 2), _after(_plain(name), 2))
 
 
 def test_a_run_on_one_device_resumes_on_several(pool2: RankPool, tmp_path: Path) -> None:
     sharded_alone(tmp_path, **SAVED, **VARIANTS["plain"])
-    resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-4")}
+    resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
     for log in pool2.run(sharded, {"ring": 2}, tmp_path / "again", {**EVALUATED, **VARIANTS["plain"], **resume}):
-        compare(_after(log, 4), _after(_plain("plain"), 4))
+        compare(_after(log, 2), _after(_plain("plain"), 2))
 
 
 def test_an_older_checkpoint_of_the_same_step_counts_until_the_new_one_is_complete(
@@ -337,7 +337,7 @@ def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Te
 
 @pytest.mark.parametrize("name", ["plain", "lora"])
 def test_saved_folders_load_in_transformers_and_peft(pool2: RankPool, name: str, tmp_path: Path) -> None:
-    logits = pool2.run(_saves, {"ulysses": 2}, tmp_path, {**SAVED, "max_steps": 4, **VARIANTS[name]})[0]
+    logits = pool2.run(_saves, {"ulysses": 2}, tmp_path, {**SAVED, **VARIANTS[name]})[0]
     assert {"training_args.bin", "checkpoint-4"} <= {path.name for path in tmp_path.iterdir()}
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".longspan")]
     batch = collate([Samples(4, 3)[at] for at in range(4)])

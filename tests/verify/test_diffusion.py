@@ -61,7 +61,7 @@ def test_the_weights_of_a_pipeline_pass_on_4_ranks(
 ) -> None:
     make_model("LTXVideoTransformer3DModel").float().save_pretrained(tmp_path / "transformer")
     (tmp_path / "model_index.json").write_text('{"_class_name": "LTXPipeline"}')
-    report = pool4.run(worker, _config(tmp_path, model=str(tmp_path), ulysses=4, batch=2))[0]
+    report = pool4.run(worker, _config(tmp_path, model=str(tmp_path), ring=2, batch=2))[0]
     assert report.passed, _failing(report)
     print_table(report)
     text = " ".join(capsys.readouterr().out.split())
@@ -103,12 +103,12 @@ def test_bad_input_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     folder = _folder(tmp_path, "WanTransformer3DModel")
     for match, changes in [
         (r"--dtype bf16 does not apply to a WanTransformer3DModel, .* leave it out", {"dtype": "bf16"}),
-        (r"sharded by Ulysses alone: give --ulysses 4, and no --ring", {"ring": 2}),
+        (r"has no tensor axis, got --tensor 2; use --ring or --ulysses", {"tensor": 2}),
         (r"--text pydoc does not apply", {"text": "pydoc"}),
         (r"--memory longest does not apply", {"memory": "longest"}),
     ]:
         with pytest.raises(LongspanError, match=match):
             run(_config(folder, **changes))
     (folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    with pytest.raises(LongspanError, match=r"is a UNet2DConditionModel; longspan takes CogVideoXTransformer3DModel, "):
+    with pytest.raises(LongspanError, match=r"is a UNet2DConditionModel; longspan takes transformers of diffusers"):
         run(_config(folder))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.comm.agree import Facts, agree, on_every_rank
+from longspan.compat.friends_api import float8_layers, float8_scales_span_tokens
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, format_ranks, listed, odd_ones
 
@@ -28,6 +29,21 @@ T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model that `parallelize` gets.
+
+
+def check_float8_scales(model: nn.Module, sp: SequenceSharding, *, tiled: bool = False) -> None:
+    """Raise for linear layers in float8 that would round differently than on one device.
+
+    `tiled`: whether some run tile by tile over tokens.
+    """
+    layers = float8_layers(model)
+    path = next((path for path, layer in layers.items() if float8_scales_span_tokens(layer)), None)
+    if path is not None and (tiled or sp.fsdp_size > 1):
+        raise LongspanError(
+            f"layer {path} is in float8 with scales over all tokens, but each {'tile' if tiled else 'rank'} would "
+            'round its tokens by its own scale; use Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), whose '
+            "scales are of single tokens"
+        )
 
 
 def agree_on_model(sp: SequenceSharding, check: Callable[[], tuple[T, Mapping[str, str], Mapping[str, int]]]) -> T:

@@ -1,4 +1,4 @@
-"""Names of argparse, diffusers, TRL, PEFT, lm-evaluation-harness and flash-linear-attention.
+"""Names of argparse, diffusers, TRL, PEFT, lm-evaluation-harness, flash-linear-attention and torchao.
 
 diffusers and TRL are inspected, not imported: a model's class tells where it comes from.
 """
@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from longspan.core.errors import require
@@ -31,6 +31,24 @@ _FUNCTIONS = {
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the arguments of a parser, of which `longspan train` lists the keys."""
     return parser._actions
+
+
+def float8_layers(model: Any) -> dict[str, Any]:
+    """Return torchao's linear layers that multiply in float8, by their paths."""
+    made = sys.modules.get("torchao.float8.float8_linear")  # imported by whoever made such a layer
+    return {} if made is None else {p: m for p, m in model.named_modules() if isinstance(m, made.Float8Linear)}
+
+
+def float8_scales_span_tokens(layer: Any) -> bool:
+    """Return whether a scale of a float8 layer is that of several tokens: the largest entry of all of them.
+
+    Products with weights may have a scale per token. Gradients of weights sum over tokens: any scale spans them.
+    """
+    config = layer.config
+    with_weights = config.cast_config_input, config.cast_config_grad_output
+    of_weights = config.cast_config_input_for_grad_weight, config.cast_config_grad_output_for_grad_weight
+    coarse = (cast for cast in with_weights if cast.scaling_granularity.value != "axiswise")
+    return any(cast.scaling_type.value != "disabled" for cast in (*coarse, *of_weights))
 
 
 def fused_head_of(model: Any) -> dict[str, Any] | None:
@@ -185,16 +203,9 @@ def version_of_diffusers() -> str:
     return str(sys.modules["diffusers"].__version__)
 
 
-def split_plan(model: Any) -> dict[str, Any]:
-    """Return where diffusers' context parallelism splits and joins a model's tokens; empty without such a plan."""
-    plan: dict[str, Any] | None = model._cp_plan
-    return plan or {}
-
-
-def is_processor_of_diffusers(processor: Any, names: Collection[str]) -> bool:
-    """Return whether an attention processor is one of diffusers' classes."""
-    kind = type(processor)
-    return kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"
+def is_of_diffusers(x: Any) -> bool:
+    """Return whether the class of an object, such as an attention processor, is one of diffusers."""
+    return type(x).__module__.partition(".")[0] == "diffusers"
 
 
 def hooks_of(module: Any) -> list[str]:

@@ -16,6 +16,19 @@ from longspan.attn.methods.dsp import dsp
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along
 from longspan.compat.friends_api import checkpoint_function, transformer_output
+from longspan.diffusion.check import Known
+from longspan.diffusion.structure import Structure
+
+NAME = "LatteTransformer3DModel"
+KNOWN = Known(
+    Structure({}, {}, (), {}, ("transformer_blocks", "temporal_transformer_blocks")),
+    layout="BCFHW",
+    arguments=frozenset(
+        ("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "enable_temporal_attentions")
+    ),
+    time_per_token=False,
+    channels_last=True,
+)
 
 FRAMES, PATCHES = 1, 2
 """Dimensions of `x_BTSC`."""

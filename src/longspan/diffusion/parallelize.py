@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from longspan.comm.collectives import replicate, scale_gradient
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.comm.weights import ReplicaCheck, agree_on_model, broadcast_weights, digests_to_compare
-from longspan.compat.friends_api import is_parallel, version_of_diffusers
+from longspan.comm.weights import (
+    ReplicaCheck,
+    agree_on_model,
+    broadcast_weights,
+    check_float8_scales,
+    digests_to_compare,
+)
+from longspan.compat.friends_api import hooks_of, is_of_diffusers, is_parallel, version_of_diffusers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
 from longspan.diffusion import latte
-from longspan.diffusion.attention import bind
-from longspan.diffusion.families import Family, check_modules, family_of, matching, plan_of
-from longspan.diffusion.tokens import Tokens, install, named_arguments, split_named
+from longspan.diffusion.check import Known, at_entrance, read, shard_tokens
+from longspan.diffusion.structure import named_arguments, processors_of
+from longspan.diffusion.tokens import Tokens
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.forward.misuse import refuse_copies
 from longspan.hf.model.support import draws
@@ -31,7 +36,6 @@ from longspan.hf.state import DiffusionState
 from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientAverage
 
-_ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
 
 
@@ -45,38 +49,40 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
         if name not in _OPTIONS and getattr(options, name) != default:
             raise LongspanError(f"`{name}` is an option of language models; leave it out for a model of diffusers")
 
-    def check() -> tuple[Family, dict[str, str], dict[str, int]]:
-        family = _check_alone(model, sp, options)
+    def check() -> tuple[None, dict[str, str], dict[str, int]]:
+        _check_alone(model, sp, options)
         facts = facts_of(model, sp, options) | {"diffusers": version_of_diffusers()}
-        return family, facts, digests_to_compare(model, sp, options.weights)
+        return None, facts, digests_to_compare(model, sp, options.weights)
 
-    family = agree_on_model(sp, check)
+    agree_on_model(sp, check)
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
-    tokens = Tokens(sp, family, gather_output=options.gather_output)
-    plan = plan_of(model, family)
-    entrance = _Entrance(model, sp, family, tokens, plan.get("", {}), options)
-    if family.attention:
-        install(model, plan, tokens)
-        if not options.gather_output:
-            model.register_forward_hook(tokens.output_of_rank)  # before FSDP's, which needs an output with gradients
-        layers = matching(model, family.attention)
-        for path, module in layers.items():
-            bind(module, path, tokens)
-        attention = f"{len(layers)} layers by Ulysses"
-    else:
+    tokens = Tokens(sp, gather_output=options.gather_output)
+    is_latte = type(model).__name__ == latte.NAME
+    known = latte.KNOWN if is_latte else read(model, sp)
+    entrance = _Entrance(model, sp, known, tokens, options)
+    if is_latte:
         attention = "Dynamic Sequence Parallelism: all layers are local, frames and patches switch between them"
         model.forward = functools.partial(latte.forward, model, sp, options.gather_output)
+    else:
+        if not (options.gather_output or known.keeps_tokens):
+            raise LongspanError(
+                f"{entrance.name} has no single projection of its tokens at the end; leave out gather_output=False"
+            )
+        layers = shard_tokens(model, known.structure, tokens)
+        if not options.gather_output:
+            model.register_forward_hook(tokens.output_of_rank)  # before FSDP's, which needs an output with gradients
+        attention = f"{layers} layers by {_method(sp)}"
     gradients = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
-        _apply_fsdp(model, sp, family, options.mp_policy)
+        _apply_fsdp(model, sp, known.structure.all_lists, options.mp_policy)
         model.register_forward_hook(_reshard_without_backward)
         for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
             setattr(model, method, functools.partial(_cannot_save, method))
     elif sp.fsdp_size > 1:
         gradients = GradientAverage(model.parameters(), sp)
     refuse_copies(model)
-    model.longspan_state = DiffusionState(sp, attention, gradients, None if options.gather_output else family)
+    model.longspan_state = DiffusionState(sp, attention, gradients, None if options.gather_output else known)
     entrance.gradients = gradients
     model.register_forward_pre_hook(entrance, with_kwargs=True)
 
@@ -85,33 +91,62 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
 # Checks of the model.
 
 
-def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) -> Family:
+def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) -> None:
     if hasattr(model, "longspan_state"):
         raise LongspanError(f"{type(model).__name__} is parallelized already; a model is given to parallelize once")
-    family = family_of(model)
     check_flag("gather_output", options.gather_output)
     if is_parallel(model):
         raise LongspanError(f"{type(model).__name__} is parallelized by diffusers' enable_parallelism; load it again")
-    if sp.ring_size > 1 or sp.tensor_size > 1:
+    if sp.tensor_size > 1:
         raise LongspanError(
-            f"diffusion transformers are sharded by Ulysses alone, got ring={sp.ring_size}, tensor={sp.tensor_size}; "
-            f"use init_mesh(ulysses={sp.size * sp.tensor_size})"
+            f"diffusion transformers have no tensor axis, got tensor={sp.tensor_size}; use ring or ulysses instead"
         )
-    for path, attention in matching(model, family.attention).items():
-        heads: Any = attention.heads
-        if heads < sp.size:
-            raise LongspanError(f"{path} has {heads} heads, which {sp.size} ranks cannot share; use `ulysses={heads}`")
+    if sp.ring_size > 1 and type(model).__name__ == latte.NAME:
+        raise LongspanError(f"{latte.NAME} switches between frames and patches; use init_mesh(ulysses={sp.size})")
+    _check_modules(model)
+    for path, module in model.named_modules():
+        heads = getattr(module, "heads", None) or getattr(module, "num_heads", None)
+        if hasattr(module, "processor") and isinstance(heads, int) and heads < sp.ulysses_size:
+            raise LongspanError(
+                f"{path} has {heads} heads, which {sp.ulysses_size} ranks cannot share; use `ulysses={heads}` and a "
+                f"ring"
+            )
     dropout = next((name for name, module in model.named_modules() if draws(module)), None)
     if dropout is not None:
         raise LongspanError(f"{dropout} has dropout, which would depend on the number of ranks; set it to 0")
-    return family
+    check_float8_scales(model, sp)
 
 
-def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: MixedPrecisionPolicy | None) -> None:
+def _check_modules(model: nn.Module) -> None:
+    """Raise for an attention processor that is not of diffusers, and for a hook of diffusers.
+
+    Users may add them after `parallelize`.
+    """
+    for path, module in model.named_modules():
+        for hook in hooks_of(module):
+            raise LongspanError(
+                f"{path or type(model).__name__} has diffusers' {hook}, which would decide or compute on one rank's "
+                f"tokens; remove it, as by disable_cache()"
+            )
+        processor: Any = getattr(module, "processor", None)
+        if processor is not None and not is_of_diffusers(processor):
+            raise LongspanError(
+                f"{path} has the attention processor {type(processor).__name__}, which longspan does not know; use one "
+                f"of diffusers"
+            )
+
+
+def _method(sp: SequenceSharding) -> str:
+    if sp.ring_size == 1:
+        return "Ulysses"
+    return "a ring" if sp.ulysses_size == 1 else "Ulysses in a ring"
+
+
+def _apply_fsdp(model: Any, sp: SequenceSharding, lists: Iterable[str], mp_policy: MixedPrecisionPolicy | None) -> None:
     """Shard each block, and then all other weights, by FSDP. Gradients are averaged."""
     options: dict[str, Any] = {"mesh": sp.fsdp_mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    for name in family.blocks:
-        for block in getattr(model, name):
+    for name in lists:
+        for block in model.get_submodule(name):
             fully_shard(block, **options)
     fully_shard(model, **options)
     average_gradients(model, sp.fsdp_size)
@@ -136,15 +171,16 @@ def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class _Entrance:
-    """A forward pre-hook: compare the inputs over the ranks, let their gradients be averaged, and split some."""
+    """A forward pre-hook: compare the inputs over the ranks, let their gradients be averaged, and check them."""
 
     def __init__(
-        self, model: Any, sp: SequenceSharding, family: Family, tokens: Tokens, splits: Any, options: ParallelizeOptions
+        self, model: Any, sp: SequenceSharding, known: Known, tokens: Tokens, options: ParallelizeOptions
     ) -> None:
-        self.sp, self.family, self.tokens, self.splits = sp, family, tokens, splits
+        self.sp, self.known, self.tokens = sp, known, tokens
         self.name = type(model).__name__  # FSDP renames the class
         self.signature = inspect.signature(type(model).forward)
-        self.accepted = {*_ACCEPTED, *family.accepts, *_ATTENTION_ARGUMENTS}
+        self.accepted = {*known.arguments, "return_dict", *_ATTENTION_ARGUMENTS}
+        self.processors = processors_of(model)
         self.gradients: GradientAverage | None = None
         self.inputs = None
         if sp.world_size > 1:
@@ -160,9 +196,8 @@ class _Entrance:
             self._check(model, whole)
             if self.gradients is not None:
                 self.gradients.check(model)
-            mine = split_named(self._replicated(whole), self.splits, self.tokens)
-            if self.family.attention:
-                self.tokens.check_lengths()
+            known = self.known
+            mine = at_entrance(self._replicated(whole), known.structure, self.tokens, known.time_per_token)
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
         if self.inputs is not None:
@@ -188,28 +223,14 @@ class _Entrance:
         for key in given & {*_ATTENTION_ARGUMENTS}:
             if set(arguments[key]) - {"scale"}:
                 raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
-        check_modules(model, self.family)
-        hidden, patches = arguments["hidden_states"], self.family.patches(model.config)
-        for dim, patch in patches.items():
-            if hidden.size(dim) % patch:
+        _check_modules(model)
+        for path, kind in processors_of(model).items():
+            if kind is not self.processors.get(path):
                 raise LongspanError(
-                    f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {hidden.shape[dim]} entries, which "
-                    f"the patch size {patch} does not divide; crop or pad the video"
+                    f"{path} has the attention processor {kind.__name__}, which was set after parallelize; load the "
+                    f"model again"
                 )
-        tokens = {stream: arguments[stream].shape[1] for stream in self.family.streams}
-        if patches:
-            tokens["hidden_states"] = math.prod(hidden.shape[dim] // patch for dim, patch in patches.items())
-        needed = self.family.streams if self.family.needs_text else ("hidden_states",)
-        for stream, n in tokens.items() if self.family.attention else ():
-            if n < self.sp.size and stream in needed:
-                raise LongspanError(
-                    f"`{stream}` has {n} tokens, fewer than the {self.sp.size} ranks; use at most `ulysses={n}`, or "
-                    f"pad it"
-                )
-        self.tokens.lengths = tokens
-        on_grid = None if self.family.grid is None else self.family.grid(arguments)
-        if on_grid is not None:
-            tokens["0"] = on_grid  # of the rotary embedding
+        self.known.check(arguments, model.config, self.sp.size)
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""Split a forward's tokens over the ranks, and join them again; split a target in the same way."""
+"""Split a forward's tokens over the ranks in front of its blocks, and join them again."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,74 +18,96 @@ from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.compat.friends_api import checkpoint_function, set_checkpoint_function, transformer_output
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.diffusion.families import Family, Join, Plan, Split, matching
-from longspan.hf.state import DiffusionState
+from longspan.core.layout import choose_layout
+from longspan.diffusion.structure import (
+    Block,
+    Cut,
+    Paths,
+    Structure,
+    block_lists,
+    made_of,
+    map_tensors,
+    named_arguments,
+    tensors_in,
+)
 
-Lengths = dict[str, int]
-"""Tokens on all ranks together, by the name of a split argument: of each stream, and of what belongs to its tokens."""
+Lengths = tuple[int, ...]
+"""Tokens of each stream on all ranks together."""
 
 
 class Tokens:
     """How many tokens each stream of the running forward has, and which of them this rank holds.
 
     Each stream is split alone, as evenly as possible, so no rank holds padding. A rank's tokens are those of its
-    streams, one after the other; in the order of ranks these are all tokens, in another order than a processor's.
+    streams, one after the other; in the order of ranks these are all tokens, in another order than a processor's. A
+    stream with fewer tokens than ranks, such as a short text, is held by every rank and split in attention alone.
     """
 
-    def __init__(self, sp: SequenceSharding, family: Family, *, gather_output: bool = True) -> None:
-        self.sp, self.family, self.gather_output = sp, family, gather_output
-        self.lengths: Lengths = {}
+    def __init__(self, sp: SequenceSharding, *, gather_output: bool = True) -> None:
+        self.sp, self.gather_output = copy.copy(sp), gather_output
+        # Full attention is balanced over a ring without zigzag, and a contiguous layout keeps the order of ranks.
+        self.sp.layout = choose_layout("contiguous", sp.ring_size, sp.ulysses_size)
+        self.lengths: Lengths = ()
+        self.unit = 1  # tokens that stay together: those of a row, where blocks convolve pixels
         self.mine: Tensor | None = None  # without `gather_output`, from the last projection to the end of the forward
         self.is_split = False  # while a checkpointed block runs
-        self.of_modules: dict[nn.Module, tuple[inspect.Signature, Mapping[str, Split]]] = {}
+        self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
+        self.plans: dict[Any, Any] = {}  # of attention in a ring
 
-    @property
-    def of_ranks(self) -> tuple[int, ...]:
-        """How many tokens each rank holds."""
-        sizes = [shard_sizes(self.lengths[name], self.sp.size) for name in self.family.streams]
-        return tuple(map(sum, zip(*sizes, strict=True)))
+    def whole(self, cut: Cut) -> int:
+        return sum(self.lengths[stream] for stream in cut.streams)
 
-    def order(self, device: torch.device) -> Tensor | None:
+    def held(self, stream: int) -> int:
+        """How many tokens of a stream this rank holds: all of one that has fewer tokens than there are ranks."""
+        n = self.lengths[stream]
+        return n if n < self.sp.size else self.unit * shard_sizes(n // self.unit, self.sp.size)[self.sp.rank]
+
+    def ranks_of(self, lengths: Lengths) -> tuple[int, ...]:
+        """How many tokens each rank holds of parts with these lengths."""
+        return _of_ranks(lengths, self.sp.size)
+
+    def order_of(self, lengths: Lengths, device: torch.device) -> Tensor | None:
         """Return each token's index in the processor's order, in the order of ranks; None if both orders agree."""
-        return _order(tuple(self.lengths[name] for name in self.family.streams), self.sp.size, device)
+        return _order(lengths, self.sp.size, device)
 
-    def split(self, x: Any, how: Split, name: str | int) -> Any:
-        """Return this rank's part of an argument or output, or of each tensor in it."""
-        if x is None:
-            return None
-        if isinstance(x, tuple | list):
-            return type(x)(self.split(each, how, name) for each in x)
-        if name == "timestep" and (x.dim() < how.expected_dims or x.shape[how.split_dim] == 1):  # one for all tokens
-            return x
-        if x.dim() != how.expected_dims:
-            raise LongspanError(
-                f"`{name}` must have {how.expected_dims} dimensions, got a tensor of shape {tuple(x.shape)}"
-            )
-        self.lengths[str(name)] = x.shape[how.split_dim]
-        return shard_along(x, how.split_dim, self.sp.group)
+    def split(self, x: Tensor, cut: Cut, name: str) -> Tensor:
+        """Return this rank's part of a tensor; of what is this rank's part already, the tensor itself."""
+        held, whole = x.shape[cut.dim], self.whole(cut)
+        if held == whole:
+            parts = x.split([self.lengths[stream] for stream in cut.streams], cut.dim)
+            short = self.sp.size
+            parts = [x if x.shape[cut.dim] < short else self._shard(x, cut.dim) for x in parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+        mine = sum(map(self.held, cut.streams))
+        if held not in (1, mine):
+            raise LongspanError(f"`{name}` has {held} tokens, the model {whole}; give one entry per token")
+        return x
 
-    def check_lengths(self) -> None:
-        """Raise on every rank if position embeddings or time steps are not one per token.
+    def _shard(self, x: Tensor, dim: int) -> Tensor:
+        return shard_along(x.unflatten(dim, (-1, self.unit)), dim, self.sp.group).flatten(dim, dim + 1)
 
-        Some ranks' parts could still fit: those ranks would wait for the others, or broadcast a single time step.
-        """
-        streams = {name: self.lengths[name] for name in self.family.streams}
-        for name, length in self.lengths.items():
-            if length not in streams.values():
-                kind = "the rotary embedding" if name.isdigit() else f"`{name}`"
-                tokens = " and ".join(f"`{stream}` {n}" for stream, n in streams.items())
-                raise LongspanError(f"{kind} has {length} tokens, {tokens}; give one entry per token")
+    def _gather(self, x: Tensor, dim: int, length: int) -> Tensor:
+        rows = x.unflatten(dim, (x.shape[dim] // self.unit, self.unit))
+        return gather_along(rows, dim, length // self.unit, self.sp.group).flatten(dim, dim + 1)
 
-    def join(self, x: Tensor, dim: int) -> Tensor:
+    def join(self, x: Tensor, cut: Cut) -> Tensor:
+        """Return the tokens of all ranks."""
+        parts = x.split([self.held(stream) for stream in cut.streams], cut.dim)
+        wholes = [
+            part if n < self.sp.size else self._gather(part, cut.dim, n)
+            for part, n in zip(parts, (self.lengths[stream] for stream in cut.streams), strict=True)
+        ]
+        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, cut.dim)
+
+    def join_output(self, x: Tensor, cut: Cut) -> Tensor:
         """Return all tokens of the output.
 
         Without `gather_output`, keep this rank's tokens for `output_of_rank`; the model arranges a tensor without data.
         """
-        length = self.lengths["hidden_states"]
-        if not self.gather_output:
-            self.mine = x
-            return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]], device="meta")
-        return gather_along(x, dim, length, self.sp.group)
+        if self.gather_output:
+            return self.join(x, cut)
+        self.mine = x
+        return x.new_empty([*x.shape[: cut.dim], self.whole(cut), *x.shape[cut.dim + 1 :]], device="meta")
 
     def output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Return an output with this rank's tokens, after a forward without `gather_output`."""
@@ -92,150 +116,135 @@ class Tokens:
         return (mine,) if isinstance(output, tuple) else transformer_output(mine)
 
     def split_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of a module of the plan by name, with this rank's part of those that it splits."""
-        signature, splits = self.of_modules[module]
-        return split_named(named_arguments(signature, module, args, kwargs), splits, self)
+        """Return the arguments of a block by name, with this rank's part of those that it splits."""
+        signature, block, streams = self.blocks[module]
+        arguments = named_arguments(signature, module, args, kwargs)
+        if streams and not self.is_split:
+            cuts = {path: cut.dim for (path, _), cut in block.arguments.items() if cut is not None}
+            sizes = {path: x.shape[cuts[path]] for path, x in tensors_in(arguments) if path in streams}
+            self.lengths = tuple(sizes[name] for name in streams)
+            self.unit = arguments["width"] if block.by_rows else 1
+            if self.lengths[0] // self.unit < self.sp.size:
+                raise LongspanError(
+                    f"the latents have {self.lengths[0] // self.unit} rows of tokens, fewer than the {self.sp.size} "
+                    f"ranks, and rows are not cut; use fewer ranks"
+                )
+        if block.by_rows:
+            arguments["height"] = self.held(0) // self.unit
+        split: dict[str, Any] = self._with(arguments, block.arguments, self.split)
+        return split
+
+    def _with(self, value: Any, paths: Paths, change: Any) -> Any:
+        def one(path: str, x: Tensor) -> Tensor:
+            if (path, x.dim()) not in paths:
+                if x.numel() <= 1:
+                    return x
+                raise LongspanError(
+                    f"`{path}` of a block has {x.dim()} dimensions, {tuple(x.shape)}: how its tokens are split is not "
+                    f"known; leave out the argument that it comes from"
+                )
+            cut = paths[path, x.dim()]
+            return x if cut is None else change(x, cut, path)
+
+        return map_tensors(value, one)
 
     @contextlib.contextmanager
-    def of_forward(self, lengths: Lengths) -> Iterator[None]:
+    def of_forward(self, lengths: Lengths, unit: int) -> Iterator[None]:
         """Run a block on split arguments, with the lengths of its own forward; another one may have run since."""
-        before = self.lengths, self.is_split
-        self.lengths, self.is_split = lengths, True
+        before = self.lengths, self.unit, self.is_split
+        self.lengths, self.unit, self.is_split = lengths, unit, True
         try:
             yield
         finally:
-            self.lengths, self.is_split = before
+            self.lengths, self.unit, self.is_split = before
 
     def split_before_checkpoints(self, model: Any) -> None:
         """Split a block's arguments before it is checkpointed, or the whole ones would be saved.
 
         The block sees the lengths of its forward when it is recomputed.
         """
-        found, lengths = checkpoint_function(model), self.lengths
+        found = checkpoint_function(model)
         if found is None:
             return
         checkpoint = getattr(found, "without_lengths", found)
 
-        def checkpointed(block: nn.Module, *args: Any) -> Any:
-            def run(*args: Any) -> Any:
-                with self.of_forward(lengths):
-                    return block(*args)
+        def checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if block not in self.blocks:
+                return checkpoint(block, *args, **kwargs)
+            arguments = self.split_arguments(block, args, kwargs)
+            lengths, unit = self.lengths, self.unit
 
-            if block in self.of_modules:
-                args = tuple(self.split_arguments(block, args, {}).values())
-            return checkpoint(run, *args)
+            def run(*args: Any) -> Any:
+                with self.of_forward(lengths, unit):
+                    return block(**dict(zip(arguments, args, strict=True)))
+
+            return checkpoint(run, *arguments.values())
 
         checkpointed.without_lengths = checkpoint  # type: ignore[attr-defined]
         set_checkpoint_function(model, checkpointed)
 
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module, structure: Structure) -> list[tuple[str, nn.Module, tuple[Any, ...]]]:
+        """Hook the splits and joins into a model; return its attention modules with the calls of each."""
+        lists, attention = block_lists(model), []
+        for region in structure.regions:
+            last = lists[region[-1]][-1]
+            for path in region:
+                for i, module in enumerate(lists[path]):
+                    block = structure.blocks[path].get(made_of(module))
+                    if block is None:
+                        raise _unknown(f"{path}.{i}", module, structure.blocks[path])
+                    streams = structure.streams[path] if path == region[0] and not i else ()
+                    self.blocks[module] = inspect.signature(type(module).forward), block, streams
+                    module.register_forward_pre_hook(self._split_hook(), with_kwargs=True)
+                    attention += [
+                        (f"{path}.{i}.{name}".rstrip("."), module.get_submodule(name), calls)
+                        for name, calls in block.attention.items()
+                    ]
+            if not structure.exits:
+                last.register_forward_hook(self._join_hook(self.blocks[last][1].outputs))
+        for path, stream in structure.exits.items():
+            model.get_submodule(path).register_forward_hook(self._join_exit_hook(Cut(1, (stream,))))
+        return attention
+
+    def _join_hook(self, paths: Paths) -> Any:
+        return lambda module, args, output: self._with(output, paths, lambda x, cut, _: self.join(x, cut))
+
+    def _join_exit_hook(self, cut: Cut) -> Any:
+        return lambda module, args, output: self.join_output(output, cut)
+
+    def _split_hook(self) -> Any:
+        @not_compiled
+        def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return None if self.is_split else ((), self.split_arguments(module, args, kwargs))
+
+        return split_arguments
+
+
+@functools.lru_cache(maxsize=64)
+def _of_ranks(lengths: Lengths, ranks: int) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(shard_sizes(n, ranks) for n in lengths), strict=True)))
+
 
 @functools.lru_cache(maxsize=16)
-def _order(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor | None:
+def _order(lengths: Lengths, ranks: int, device: torch.device) -> Tensor | None:
     if len(lengths) == 1 or ranks == 1:
         return None
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = [0, *itertools.accumulate(lengths)]
     parts = [
-        (torch.arange(n) + start).split(list(shard_sizes(n, ranks))) for n, start in zip(lengths, starts, strict=True)
+        (torch.arange(n) + start).split(list(shard_sizes(n, ranks))) for n, start in zip(lengths, starts, strict=False)
     ]
     return torch.cat([of_stream[rank] for rank in range(ranks) for of_stream in parts]).to(device)
 
 
-def install(model: nn.Module, plan: Plan, tokens: Tokens) -> None:
-    """Hook the splits and joins of a plan, other than those of the model's own arguments."""
-    for path, entry in plan.items():
-        if not path:
-            continue
-        modules = matching(model, (path,))
-        if not modules:
-            raise LongspanError(f"{type(model).__name__} has no module {path}, where its tokens are split")
-        for module in modules.values():
-            _hook(module, entry, tokens)
-
-
-def _hook(module: nn.Module, entry: Mapping[str | int, Split] | Join, tokens: Tokens) -> None:
-    if not isinstance(entry, Mapping):
-        dim = entry.gather_dim
-        module.register_forward_hook(lambda module, args, output: tokens.join(output, dim))
-        return
-    arguments = {str(name): how for name, how in entry.items() if not how.split_output}
-    outputs = {index: how for index, how in entry.items() if how.split_output}
-    if arguments and module in tokens.of_modules:  # two entries name this module
-        signature, others = tokens.of_modules[module]
-        tokens.of_modules[module] = signature, {**others, **arguments}
-    elif arguments:
-        tokens.of_modules[module] = inspect.signature(type(module).forward), arguments
-
-        @not_compiled
-        def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return None if tokens.is_split else ((), tokens.split_arguments(module, args, kwargs))
-
-        module.register_forward_pre_hook(split_arguments, with_kwargs=True)
-    if outputs:
-
-        def split_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-            return tuple(tokens.split(x, outputs[i], i) if i in outputs else x for i, x in enumerate(output))
-
-        module.register_forward_hook(split_outputs)
-
-
-def named_arguments(signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a forward by name."""
-    bound = signature.bind(module, *args, **kwargs)
-    return dict(list(bound.arguments.items())[1:])
-
-
-def split_named(arguments: dict[str, Any], splits: Mapping[str, Split], tokens: Tokens) -> dict[str, Any]:
-    """Return the arguments with this rank's part of some."""
-    return {name: tokens.split(x, splits[name], name) if name in splits else x for name, x in arguments.items()}
-
-
-def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
-    """Return the part of a target that belongs to this rank's output of a diffusion transformer.
-
-        model = longspan.parallelize(transformer, sp, gather_output=False)
-        output = model(noisy, timestep, text).sample                     # [batch, my tokens, values of a patch]
-        mine = longspan.shard_target(model, target, output)              # of the same shape
-        longspan.global_mean((output - mine) ** 2, sp).backward()        # the mean over target and replicas
-
-    Args:
-        model: a model parallelized with `gather_output=False`.
-        target: whole and the same on every rank, in the shape that the model returns on one device.
-        output: what the model returned on this rank.
-
-    Raises:
-        LongspanError: for another model, or for a target of another shape.
-    """
-    state = getattr(model, "longspan_state", None)
-    family = state.family if isinstance(state, DiffusionState) else None
-    if family is None:
-        raise LongspanError(
-            f"`model` must be a diffusion transformer parallelized with gather_output=False, got "
-            f"{type(model).__name__}; the output of other models needs the whole target"
+def _unknown(path: str, block: nn.Module, kinds: Iterable[frozenset[tuple[str, str]]]) -> LongspanError:
+    """Return the error of a block that consists of what no block of the small copy has."""
+    others = sorted(made_of(block).difference(*kinds)) or [("", type(block).__name__)]
+    name, kind = next(((name, kind) for name, kind in others if name.endswith("()")), others[0])
+    if name.endswith("()"):
+        return LongspanError(
+            f"{path}.{name[:-2]} has the attention processor {kind}, which longspan does not know there; use the one "
+            f"that diffusers sets"
         )
-    assert isinstance(state, DiffusionState)
-    whole, group = _to_tokens(target, family, model.config), state.sp.group
-    for dim in range(1, whole.dim() - 1):
-        mine = shard_along(whole, dim, group)
-        if mine.shape == output.shape:
-            return mine
-    raise LongspanError(
-        f"a target of shape {tuple(target.shape)} has no part like this rank's output {tuple(output.shape)}; give it "
-        f"in the shape that the model returns on one device"
-    )
-
-
-def _to_tokens(x: Tensor, family: Family, config: Any) -> Tensor:
-    """Return `[B, tokens, values]` of pixels, as the model's last projection; for Latte `[B, frames, patches, values]`.
-
-    Tokens are returned as they are.
-    """
-    patches = family.patches(config)
-    if not patches:
-        return x
-    channels = next(dim for dim in range(1, 5) if dim not in patches)
-    x = x.movedim(channels, -1)  # [B, frames, height, width, C]
-    for dim, patch in zip((1, 3, 5), patches.values(), strict=True):
-        x = x.unflatten(dim, (-1, patch))
-    values = (2, 4, 6, 7) if family.channels_last else (7, 2, 4, 6)
-    x = x.permute(0, 1, 3, 5, *values).flatten(4)
-    return x.flatten(1, 3) if family.attention else x.flatten(2, 3)
+    return LongspanError(f"{path} has another {name or kind} ({kind}) than diffusers makes from its config")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.weights import agree_on_model, digests_to_compare
-from longspan.compat.friends_api import fla_kernels
+from longspan.compat.friends_api import fla_kernels, float8_layers
 from longspan.compat.reading import attention_layers, mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
@@ -34,7 +34,7 @@ from longspan.hf.model.vision import core_of
 from longspan.hf.state import is_parallelized
 from longspan.hf.weights.experts import expert_groups
 from longspan.hf.weights.fsdp import check_cpu_offload
-from longspan.hf.weights.quantized import check_quantized
+from longspan.hf.weights.quantized import check_float8, check_quantized
 from longspan.hf.weights.tensor_rules import STYLES, TensorRules, TensorStyle
 from longspan.memory.offload import store_for
 
@@ -81,6 +81,7 @@ class Checked:
         _check_options(options, sp, self.shards_weights)
         _check_parameters(inner, options)
         check_quantized(inner, sp, options.mp_policy, memory, self.shards_weights)
+        check_float8(inner, sp, tiled=memory.tiled or options.memory == "auto")
         self.modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
         self.tensor_rules: TensorRules | None = None
         if sp.tensor_size > 1:
@@ -113,7 +114,8 @@ def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding, memory: Me
         path, layer = mixer
         raise LongspanError(
             f"layer {path} ({type(layer).__name__}) cannot be sharded over `tensor={sp.tensor_size}`: a recurrent "
-            f"layer is sharded by tokens only; use `ulysses={sp.ulysses_size * sp.tensor_size}` instead"
+            "layer is sharded by tokens only, as transformers' plans gather its projections: each rank would compute "
+            f"all heads; use `ulysses={sp.ulysses_size * sp.tensor_size}` instead"
         )
 
 
@@ -215,6 +217,7 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, overlap_chunks={sp.overlap_chunks}",
         "the model's class": type(model).__name__,
     }
+    facts |= {f"float8 layer {path}": repr(layer.config) for path, layer in float8_layers(model).items()}
     # The folder of the model's files may differ between machines, and diffusers' names of defaults have a set's order.
     ignored = ("_name_or_path", "_use_default_values")
     facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in (settings or {}).items() if k not in ignored}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.diffusion.families import Family
+    from longspan.diffusion.check import Known
     from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
     from longspan.hf.forward.mixers import MixerLayers
@@ -48,7 +48,7 @@ class DiffusionState:
     sp: SequenceSharding
     attention: str  # how tokens of different ranks attend to each other
     gradients: GradientAverage | None  # None with FSDP or on one rank
-    family: Family | None  # of a model whose ranks keep their tokens of the output
+    known: Known | None  # of a model whose ranks keep their tokens of the output
 
 
 def is_parallelized(model: nn.Module) -> bool:
@@ -77,7 +77,8 @@ def explain(model: nn.Module) -> str:
     diffusion = getattr(model, "longspan_state", None)
     if isinstance(diffusion, DiffusionState):
         sp = diffusion.sp
-        return f"mesh: data={sp.data_size} ulysses={sp.ulysses_size}\nattention: {diffusion.attention}"
+        ring = f" ring={sp.ring_size}" if sp.ring_size > 1 else ""
+        return f"mesh: data={sp.data_size}{ring} ulysses={sp.ulysses_size}\nattention: {diffusion.attention}"
     state = state_of(model)
     sp = state.sp
     tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"

@@ -86,18 +86,19 @@ class Divergence:
             of_p, of_q = (total_of(torch.where(others_TV, x, 0), shard).clamp_min(tiny).log() for x in (p_TV, q_TV))
             r_TV = torch.where(others_TV, (of_p - of_q)[:, None], r_TV)
             of_entry_TV = torch.where(others_TV, p_TV * (of_q - of_p).exp()[:, None], q_TV)
-        if self.beta == 0:
-            return -total_of(q_TV * r_TV, shard), p_TV.sub_(of_entry_TV) if needs_grad else None
-        if self.beta < 1:
-            log_q_TV = math.log(self.beta) - r_TV  # of q / p
-            over_m_TV = -torch.logaddexp(torch.full_like(r_TV, math.log1p(-self.beta)), log_q_TV)  # log(p / m)
+        if 0 < self.beta < 1:
+            r_TV.clamp_min_(-80)  # e^-r is finite, and p so small that it counts for nothing
+            over_m_TV = torch.expm1(-r_TV).mul_(self.beta).log1p_().neg_()  # log(p / m)
             of_p_T = total_of(p_TV * over_m_TV, shard)
             loss_T = (1 - self.beta) * of_p_T + self.beta * total_of(q_TV.mul_(over_m_TV - r_TV), shard)
-            factor = 1 - self.beta
-        else:
-            over_m_TV, factor = r_TV, 1.0
-            loss_T = of_p_T = total_of(p_TV * r_TV, shard)
-        return loss_T, p_TV.mul_(over_m_TV.sub_(of_p_T[:, None])).mul_(factor) if needs_grad else None
+            return loss_T, p_TV.mul_(over_m_TV.sub_(of_p_T[:, None])).mul_(1 - self.beta) if needs_grad else None
+        # Its sum is 0; without it, the normalizers' rounding would be as large as a small divergence.
+        excess_TV = p_TV - of_entry_TV
+        if self.beta == 0:
+            return total_of(excess_TV - q_TV.mul_(r_TV), shard), excess_TV if needs_grad else None
+        of_p_TV = p_TV * r_TV
+        loss_T = total_of(of_p_TV - excess_TV, shard)
+        return loss_T, of_p_TV.sub_(p_TV.mul_(total_of(of_p_TV, shard)[:, None])) if needs_grad else None
 
 
 def largest(x_TV: Tensor, k: int, shard: VocabShard | None) -> Tensor:

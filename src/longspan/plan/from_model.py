@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from longspan.compat.friends_api import float8_layers
 from longspan.compat.reading import (
     attention_layers,
     decoder_layers,
@@ -323,9 +324,10 @@ def _sliceable(attention: Any, config: Any) -> bool:
     # The plan of a hybrid may name its MLPs alone.
     planned = any(pattern.endswith((".o_proj", ".dense")) for pattern in tensor_plan_of(config))
     planned = planned and not getattr(config, "num_kv_shared_layers", 0)
+    in_float8 = any(float8_layers(attention))
     projections = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("kv_b_proj",), ("query_key_value",)
     cut = any(all(hasattr(attention, name) for name in names) for names in projections)
-    return planned and cut and per_head and _linear(attention, "o_proj", "dense") is not None
+    return planned and cut and per_head and _linear(attention, "o_proj", "dense") is not None and not in_float8
 
 
 def _attended_keys(attention: nn.Module, config: Any, index: int) -> AttendedKeys:

@@ -379,7 +379,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             random_state = torch.get_rng_state(), *get_device_states(on_device)
             self.longspan_step.batches.append((dict(inputs), num_items_in_batch, random_state))
         if not self.longspan_sharded:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            compute = self.longspan_loss or super().compute_loss
+            return compute(model, inputs, return_outputs, num_items_in_batch)
         if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
             num_items_in_batch = None
         elif not self.model.training:

@@ -20,11 +20,10 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.core.validation import read_text
-from longspan.diffusion.families import FAMILIES, Family, family_of
+from longspan.diffusion.small import Draw, Inputs, find_layout, make_inputs
 from longspan.hf.model.pretrained import first_line
 from longspan.hf.parallelize import parallelize
 from longspan.verify.config import VerifyConfig
-from longspan.verify.latents import INPUTS, Draw, Inputs
 from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded_runs, whole_part
 
 if TYPE_CHECKING:
@@ -72,17 +71,15 @@ def open_transformer(config: VerifyConfig) -> Transformer:
     assert path is not None
     settings = json.loads(read_text("--model", path))
     name = settings["_class_name"]
-    if name not in FAMILIES:
-        raise LongspanError(f"--model {path} is a {name}; longspan takes {', '.join(sorted(FAMILIES))} of diffusers")
     try:
-        import diffusers  # noqa: F401
+        import diffusers
     except ImportError as error:
         raise LongspanError(f"a {name} needs diffusers; install it: pip install 'longspan[diffusers]'") from error
-    parallel = config.parallel
-    if parallel.ring > 1 or parallel.tensor > 1:
+    if "Transformer" not in name or not hasattr(diffusers, name):
+        raise LongspanError(f"--model {path} is a {name}; longspan takes transformers of diffusers")
+    if config.parallel.tensor > 1:
         raise LongspanError(
-            f"{name} is sharded by Ulysses alone: give --ulysses {parallel.ring * parallel.ulysses * parallel.tensor}, "
-            "and no --ring or --tensor"
+            f"{name} has no tensor axis, got --tensor {config.parallel.tensor}; use --ring or --ulysses"
         )
     given, defaults = values(config), values(VerifyConfig())
     option = next((option for option in _OF_LANGUAGE_MODELS if given[option] != defaults[option]), None)
@@ -112,8 +109,7 @@ def compare(opened: Transformer) -> Report:
     config = opened.config
     sp = SequenceSharding.of(config.parallel)
     model = on_every_rank(opened.build, sp.world_group).to(sp.device)
-    family = on_every_rank(lambda: family_of(model), sp.world_group)
-    inputs, target, tokens = make_inputs(family, model, config)
+    inputs, target, tokens = on_every_rank(lambda: _inputs(model, config), sp.world_group)
     run = run_with(inputs, target)
     references = unsharded_runs(lambda: model, run, config, sp.host_group)
     model = parallelize(model, sp, fsdp=config.fsdp)
@@ -156,15 +152,15 @@ def _copied(x: Any, dtype: torch.dtype) -> Any:
     return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
 
 
-def make_inputs(family: Family, model: Any, config: VerifyConfig) -> tuple[Inputs, Tensor, int]:
+def _inputs(model: Any, config: VerifyConfig) -> tuple[Inputs, Tensor, int]:
     """Return random inputs of about `--context` tokens, an odd number where possible, a target, and the tokens."""
     generator, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
     scale = max(1, math.isqrt(config.context // 75))
     scale -= 1 - scale % 2
-    draw = Draw(model.config, config.batch, (5, 3 * scale, 5 * scale), generator, device)
-    inputs = INPUTS[type(model).__name__](draw)
-    sizes, patches = inputs["hidden_states"].shape, family.patches(model.config)
-    tokens = math.prod(sizes[dim] // patch for dim, patch in (patches or {1: 1}).items())
+    draw = Draw(model.config, config.batch, (5, 3 * scale, 5 * scale), 5, generator, device)
+    layout = find_layout(model, lambda layout: make_inputs(type(model), draw, layout))
+    inputs = make_inputs(type(model), draw, layout)
+    tokens = math.prod(draw.grid if "F" in layout or "N" in layout else draw.grid[1:])
     with torch.no_grad():
         shape = model(**inputs, return_dict=False)[0].shape
     return inputs, draw.normal(*shape, trained=False), tokens
