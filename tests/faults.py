@@ -160,7 +160,8 @@ FAULTS = (
     Fault("placeholders_that_nothing_fills", "hf/forward/vision.py", "if ids is None or token in filled else int(",
           "if True else int(", "tests/hf/test_rule.py -k wrong_numbers"),
     Fault("rule_does_not_compare_logits", "hf/model/rule.py",
-          "if not _close(found[self.mask == 1], expected[self.mask == 1]):", "if False:", "tests/hf/test_rule.py -k 'check_sees or refused'"),
+          "if not _close(found[self.mask == 1], expected[self.mask == 1]):", "if False:",
+          "tests/hf/test_rule.py -k 'check_sees or refused'"),
     Fault("rule_does_not_compare_masks", "hf/model/rule.py", "if not _equal_masks(", "if False and not _equal_masks(",
           "tests/hf/test_rule.py -k refused"),
     # mixers

@@ -257,7 +257,7 @@ class _Check:
         g = torch.Generator().manual_seed(1)
         first = list[int]()
         for size in sizes:
-            first += [*torch.randint(3, 20, (3,), generator=g).tolist(), *[token] * size]
+            first += [*torch.randint(3, 20, (3,), generator=g).tolist(), *self._start(), *[token] * size]
         first += torch.randint(3, 20, (5,), generator=g).tolist()
         second = torch.randint(3, 20, (len(first),), generator=g).tolist()
         self.ids = torch.tensor([first, second])
@@ -267,6 +267,11 @@ class _Check:
         self.mask[1, :2] = 0  # padding
         self.batch = {"input_ids": self.ids, "attention_mask": self.mask, **given}
         self.batch |= {name: self.kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+
+    def _start(self) -> list[int]:
+        """Return the token before a picture or sound, by which some models find where to count positions anew."""
+        names = (f"{self.modality}_start_token_id", *(("vision_start_token_id",) * (self.modality != "audio")))
+        return [x for name in names if isinstance(x := getattr(self.model.config, name, None), int)][:1]
 
     def run(self) -> None:
         try:
