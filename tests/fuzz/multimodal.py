@@ -16,7 +16,7 @@ from tests.fuzz import families
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
-_STARTS = {"vision_start_token_id": 61, "vision_end_token_id": 62}
+_STARTS = {"vision_start_token_id": 55, "vision_end_token_id": 56, "audio_start_token_id": 54}
 _WITH_AXES = {"rope_parameters": _ROPE}
 _CODES = {f"<|visual token {i:06}|>": 20 + i for i in range(16)}
 
@@ -86,7 +86,7 @@ def batch(model: Any, replica: tuple[int, int] = (0, 1), *, side: str = "left", 
         apart = getattr(encoder, "apart", True) and len(sizes) == 2
         rows_of = (0, 2) if apart else (0,) * len(sizes)
         for row, size in zip(rows_of, sizes, strict=True):
-            rows[row] += [token] * size + text(4)
+            rows[row] += [*_start(config, encoder.modality), *[token] * size, *text(4)]
         here = [i for i, row in enumerate(rows_of) if row in mine]
         if here:
             made |= given if len(here) == len(sizes) else encoder.part(core, given, here[0], here[-1] + 1)
@@ -98,5 +98,14 @@ def batch(model: Any, replica: tuple[int, int] = (0, 1), *, side: str = "left", 
     types = sum((torch.where(ids == token, kind, 0) for token, kind in kinds.items()), torch.zeros_like(ids))
     whole = {"input_ids": ids, "labels": torch.where((real == 1) & (types == 0), ids, -100), "attention_mask": real}
     accepted = inspect.signature(model.forward).parameters
+    if "video_grid_thw" in made and "video_second_per_grid" in accepted:
+        made["video_second_per_grid"] = torch.ones(len(made["video_grid_thw"]))
     whole |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
     return {key: x[mine.start : mine.stop] for key, x in whole.items()} | made
+
+
+def _start(config: Any, modality: str) -> list[int]:
+    """Return the token before a picture, if positions depend on it."""
+    names = (f"{modality}_start_token_id", *(("vision_start_token_id",) if modality != "audio" else ()))
+    ids = [x for name in names if isinstance(x := getattr(config, name, None), int) and x < 64]
+    return ids[:1]

@@ -42,7 +42,7 @@ def test_one_process(pool2: RankPool, model_type: str, ring: int, fsdp: bool) ->
 
 
 def _replicas(model_type: str) -> None:
-    """The second replica has a picture, too; with `alone`, only the first has one."""
+    """Both replicas have a picture, then the first alone."""
     sp = sharding(data=2)
     whole = multimodal.batch(_model(model_type))
     plain = _model(model_type)(**whole).loss
@@ -57,7 +57,8 @@ def _replicas(model_type: str) -> None:
 
 
 def test_replicas(pool2: RankPool) -> None:
-    pool2.run(_replicas, "got_ocr2")
+    for model_type in ("got_ocr2", "smolvlm"):
+        pool2.run(_replicas, model_type)
 
 
 @pytest.mark.parametrize("model_type", ["got_ocr2", "smolvlm"])

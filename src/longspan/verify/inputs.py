@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.hf.model.encoders import Encoder, GridEncoder, ImageEncoder
+from longspan.hf.model.encoders import UNKNOWN, Encoder, GridEncoder, ImageEncoder
 from longspan.hf.model.pretrained import (
     base_of,
     is_adapter,
@@ -28,6 +28,7 @@ from longspan.hf.model.pretrained import (
     without_dropout,
 )
 from longspan.hf.model.prompts import BYTES, load_tokenizer, naming, open_dataset, text_ids
+from longspan.hf.model.support import check_model
 from longspan.hf.model.vision import core_of, encoders_of
 from longspan.hf.preconditions import check_axes
 from longspan.hf.weights.origin import Origin
@@ -230,12 +231,18 @@ class _Picture:
 def _choose(model: Any, tokens: int, draw: torch.Generator) -> list[_Picture]:
     """Return an image, a video and another image, or as many of these as fit into three quarters of a row."""
     core, scale = core_of(model), max(1, math.isqrt(tokens // _TEXT_TOKENS))
+    check_model(model, torch.device("cpu"), 1, "auto")
     first, second = list[_Picture](), list[_Picture]()
     # One token may stand for the placeholders of both modalities (GLM): one of them is enough.
     for encoder in {encoder.token: encoder for encoder in encoders_of(model)}.values():
         made = list[_Picture]()
         for inputs in _examples(encoder, core, scale, draw):
             rows = encoder.units(core, inputs).rows
+            if rows == UNKNOWN:
+                raise LongspanError(
+                    f"{type(model).__name__} makes embeddings whose number depends on the pixels, so that no text can "
+                    f"be made for random pictures; compare with batches of your own"
+                )
             apart = isinstance(encoder, GridEncoder) and encoder.modality == "video" and encoder.frames_apart
             made.append(_Picture(encoder, inputs, rows if apart else (sum(rows),)))
         first.append(made[0])

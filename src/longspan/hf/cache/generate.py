@@ -100,7 +100,7 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     if sp.model_group is not None and sp.size * sp.tensor_size > 1:
         _share_random_state(sp)
     try:
-        output = type(model).generate(model, inputs, generation_config, **more)
+        output = type(model).generate(model, inputs, generation_config=generation_config, **more)
         if core is not None and core.rope_deltas is not None:
             cache.position_deltas = core.rope_deltas, length
         return output

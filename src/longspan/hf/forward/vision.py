@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -35,6 +36,7 @@ from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
 from longspan.hf.model.examples import rows_in, with_rows
+from longspan.hf.model.rule import RuleEncoder
 from longspan.hf.model.support import draws
 from longspan.hf.model.vision import PICTURE_KEYS, PIXEL_KEYS, core_of
 
@@ -176,20 +178,27 @@ class VisionTower(Stage):
                     f"picture; switch it off by longspan.parallelize(..., dropout=0.0) (train: `dropout: 0`), "
                     f"or call eval() on the tower"
                 )
+            if module.training and isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                raise LongspanError(
+                    f"layer {name} of the vision tower normalises over the batch, and so over the pictures that a rank "
+                    f"encodes; call eval() on the tower"
+                )
 
     def encode(self, call: ForwardCall) -> None:
         """Run the tower. Collective."""
         info = call.info
         whole = not info.sharded
         outputs = {}
-        for encoder in self._encoders(call):
+        for encoder, everywhere in self._encoders(call):
             pictures = self.found.get(encoder)
+            by_rule = isinstance(encoder, RuleEncoder) and not everywhere
+            other = self._like_other_replica(encoder, pictures) if by_rule else None
             if pictures is not None:
                 outputs[encoder.modality] = _embed(pictures, encoder, self.core, self.sp, whole=whole)
                 continue
             # Only another replica has such pictures. Placeholders without pixels keep the embedding of their token.
             tokens = tokens_of(call.batch)
-            batch = encoder.smallest(self.core, tokens.device)
+            batch = encoder.smallest(self.core, tokens.device) if other is None else other
             pictures = Pictures(batch, encoder.units(self.core, batch), torch.full(tokens.shape[:2], -1))
             self.unused.append(rows_in(_embed(pictures, encoder, self.core, self.sp, whole=whole)))
         if self.traits.encoders and call.cache is not None:
@@ -198,18 +207,39 @@ class VisionTower(Stage):
             # `mm_encoder_outputs`: the model's forward inserts these rows at my placeholders, and runs no tower.
             call.inputs[ENCODER_OUTPUTS] = outputs
 
-    def _encoders(self, call: ForwardCall) -> list[Encoder]:
-        """Return the encoders that run in this forward. Collective, if replicas run them together."""
+    def _like_other_replica(self, encoder: Encoder, pictures: Pictures | None) -> dict[str, Tensor]:
+        """Return a picture of ones, of the shape of one that a replica has, for those that have none. Collective."""
+        mine = None
+        if pictures is not None:
+            stop = ALL if pictures.units.rows == UNKNOWN else 1
+            given = encoder.part(self.core, pictures.batch, 0, stop)
+            mine = {
+                key: (x.dtype, tuple(x.shape), None if x.is_floating_point() else x.tolist())
+                for key, x in given.items()
+            }
+        every: list[Any] = [None] * dist.get_world_size(self.sp.host_group)
+        dist.all_gather_object(every, mine, group=self.sp.host_group)
+        described = next(x for x in every if x is not None)
+        return {
+            key: torch.ones(shape, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype)
+            for key, (dtype, shape, values) in described.items()
+        }
+
+    def _encoders(self, call: ForwardCall) -> list[tuple[Encoder, bool]]:
+        """Return the encoders that run in this forward, and whether all replicas have pictures for them. Collective, if
+        replicas run them together.
+        """
         encoders = self.traits.encoders
-        mine = [int(encoder in self.found) for encoder in encoders]
+        mine = everywhere = [int(encoder in self.found) for encoder in encoders]
         info = call.info
         prompt = info.cache.generated_from if isinstance(info, CachedInfo) else None
         generated = isinstance(info, CachedInfo) and prompt is not None and info.step.past >= prompt
         if self.joint and not generated:
             assert self.sp.host_group is not None
             rows = gather_numbers(mine, self.sp.host_group)
-            mine = [max(column) for column in zip(*rows, strict=True)]
-        return [encoder for encoder, runs in zip(encoders, mine, strict=True) if runs]
+            mine, everywhere = ([of(column) for column in zip(*rows, strict=True)] for of in (max, min))
+        runs = zip(encoders, mine, everywhere, strict=True)
+        return [(encoder, bool(all_have)) for encoder, some, all_have in runs if some]
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         """Remove the tower's output, of which this rank has only a part."""
@@ -237,7 +267,7 @@ class Pictures:
     batch: Mapping[str, Any]  # with the encoder's keys
     units: Units  # what the tower can encode alone: an image, a tile of one, or a video frame
     numbers_Bn: Tensor  # into the units' embeddings, int64; -1: the token is no placeholder
-    total: int = 0  # placeholders of the whole prompt, by which unknown numbers of embeddings are judged
+    total: int = -1  # placeholders of the whole prompt, with which an unknown number of embeddings is compared
     token: int = -1  # their id
 
     def of_chunk(self, encoder: Encoder, core: Any, start: int, new: int, rows: int) -> Pictures | None:
@@ -283,7 +313,7 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     if units.rows == UNKNOWN:  # not known before they are encoded: every rank encodes all pictures
         output = encoder.encode(core, pictures.batch, 0, ALL, sp.device)
         rows = rows_in(output)
-        if len(rows) != pictures.total:
+        if pictures.total not in (-1, len(rows)):
             raise LongspanError(_other_number(encoder, pictures.total, pictures.token, len(rows)))
         mine = _numbers_of(pictures.numbers_Bn, None if whole else sp, rank)
         return with_rows(output, rows[to_device(mine, rows.device)])

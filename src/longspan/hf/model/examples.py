@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from longspan.compat.torch_api import on_meta
 
 MODALITIES = ("image", "video", "audio")
 
@@ -28,30 +30,35 @@ def encoder_arguments(core: Any, modality: str) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in _SETTINGS]
 
 
-Run = Callable[[str, Mapping[str, Tensor]], Any]
-
-
 def example(
-    core: Any, modality: str, draw: torch.Generator, number: int = 2, frames: int = 2, run: Run | None = None
+    core: Any, modality: str, draw: torch.Generator, number: int = 2, frames: int = 2
 ) -> dict[str, Tensor] | None:
     """Return entries of a batch for `number` pictures or sounds that the encoder accepts; None if none was found.
 
-    A video with a grid has `frames` frames: some models want text between them. `run` runs the encoder function; by
-    default the core's own.
+    A video with a grid has `frames` frames: some models want text between them.
     """
-
-    def own(modality: str, inputs: Mapping[str, Tensor]) -> Any:
-        return getattr(core, f"get_{modality}_features")(**inputs, return_dict=True)
 
     for inputs in _candidates(core.config, modality, encoder_arguments(core, modality), number, draw, frames):
         try:
             with torch.no_grad():
-                rows = rows_in((run or own)(modality, inputs))
+                rows = rows_in(run_encoder(core, modality, inputs))
         except Exception:  # of any kind: inputs of another form
             continue
         if rows.numel() and (rows.is_meta or bool(rows.isfinite().all())):
             return inputs
     return None
+
+
+def run_encoder(core: Any, modality: str, given: Mapping[str, Tensor]) -> Any:
+    """Run an encoder function; on the meta device, integers keep their values."""
+    run = getattr(core, f"get_{modality}_features")
+    if not next(core.parameters()).is_meta:
+        return run(**given, return_dict=True)
+    with torch.no_grad(), on_meta():
+        return run(
+            **{k: x.to("meta", torch.float32) if x.is_floating_point() else x.cpu() for k, x in given.items()},
+            return_dict=True,
+        )
 
 
 def rows_in(output: Any) -> Tensor:

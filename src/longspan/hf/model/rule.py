@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.compat.reading import ENCODER_OUTPUTS, text_part, vision_core
-from longspan.compat.torch_api import on_meta
 from longspan.compat.transformers_api import new_model, own_positions, set_attention
 from longspan.core.errors import LongspanError
 from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
-from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, sizes_in, with_rows
+from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, run_encoder, sizes_in, with_rows
 from longspan.hf.model.small import shrunk
 
 _TOKENS = ("{}_token_id", "{}_token_index", "{}_patch_id")
@@ -75,15 +74,9 @@ class RuleEncoder(Encoder):
         return {key: x[start:stop] if len(x) == len(cuts) else x[first:last] for key, x in given.items()}
 
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
-        twin = _twin(self.kind, _Config(core.config))
-        found = example(
-            twin, self.modality, torch.Generator().manual_seed(0), 1, run=functools.partial(_meta_rows, twin)
-        )
+        found = example(core, self.modality, torch.Generator().manual_seed(0), 1, self.frames)
         if found is None:
-            raise LongspanError(
-                f"{self.kind.__name__}: longspan cannot make a small {self.modality} for replicas whose batch has "
-                f"none; give every replica one, or use data=1"
-            )
+            raise LongspanError(f"{self.kind.__name__}: longspan cannot make a small {self.modality} for it")
         return {key: x.to(device) if x.is_floating_point() else x for key, x in found.items()}
 
     def _given(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,16 +126,9 @@ class _Shapes:
 def _count(kind: Any, config: _Config, modality: str, shapes: _Shapes) -> list[int] | None:
     given, shapes.given = shapes.given, {}  # keep no pixels
     try:
-        return sizes_in(_meta_rows(_twin(kind, config), modality, given))
+        return sizes_in(run_encoder(_twin(kind, config), modality, given))
     except Exception:  # of any kind: the function reads values that do not exist on the meta device
         return None
-
-
-def _meta_rows(twin: Any, modality: str, given: Mapping[str, Any]) -> Any:
-    """Run an encoder function on the meta device; integers keep their values."""
-    inputs = {key: x.to("meta", torch.float32) if x.is_floating_point() else x.cpu() for key, x in given.items()}
-    with torch.no_grad(), on_meta():
-        return getattr(twin, f"get_{modality}_features")(**inputs, return_dict=True)
 
 
 @functools.lru_cache(maxsize=8)
@@ -204,6 +190,8 @@ def _checked(kind: Any, config: _Config) -> tuple[tuple[RuleEncoder, ...], str |
                     encoder = _try(model, modality, frames)
                 except LongspanError as error:
                     problems.append(str(error))
+                    if modality == "image" and "otherwise" in str(error):  # so may videos, whatever their types are
+                        return (), str(error)
                 else:
                     found += [] if encoder is None else [encoder]
                     break
@@ -240,22 +228,18 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
         raise LongspanError(f"reads {modality}s from {', '.join(keys)} in a way that longspan does not know")
     encoder = RuleEncoder(modality, keys[0], token, tuple(keys), True, plain_class(core))
     with torch.no_grad():
-        whole = _run(core, modality, given)
+        whole = run_encoder(core, modality, given)
         units = pictures_in(given, keys[0])
         parts = [] if units is None else [encoder.part(core, given, i, i + 1) for i in range(len(units))]
         rows = rows_in(whole)
         try:
-            apart = [rows_in(_run(core, modality, part)) for part in parts]
+            apart = [rows_in(run_encoder(core, modality, part)) for part in parts]
             independent = bool(parts) and _close(torch.cat(apart), rows)
         except Exception:  # of any kind
             independent = False
         sizes = [len(x) for x in apart] if independent else sizes_in(whole)
         _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
     return dataclasses.replace(encoder, apart=independent, frames=frames)
-
-
-def _run(core: Any, modality: str, given: Mapping[str, Any]) -> Any:
-    return getattr(core, f"get_{modality}_features")(**given, return_dict=True)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -273,14 +257,21 @@ class _Check:
         g = torch.Generator().manual_seed(1)
         first = list[int]()
         for size in sizes:
-            first += [*torch.randint(3, 20, (3,), generator=g).tolist(), *[token] * size]
+            first += [*torch.randint(3, 20, (3,), generator=g).tolist(), *self._start(), *[token] * size]
         first += torch.randint(3, 20, (5,), generator=g).tolist()
         second = torch.randint(3, 20, (len(first),), generator=g).tolist()
         self.ids = torch.tensor([first, second])
         self.kinds = (self.ids == token).long() * (MODALITIES.index(modality) + 1)
         accepted = inspect.signature(model.forward).parameters
-        self.batch = {"input_ids": self.ids, "attention_mask": torch.ones_like(self.ids), **given}
+        self.mask = torch.ones_like(self.ids)
+        self.mask[1, :2] = 0  # padding
+        self.batch = {"input_ids": self.ids, "attention_mask": self.mask, **given}
         self.batch |= {name: self.kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+
+    def _start(self) -> list[int]:
+        """Return the token before a picture or sound, by which some models find where to count positions anew."""
+        names = (f"{self.modality}_start_token_id", *(("vision_start_token_id",) * (self.modality != "audio")))
+        return [x for name in names if isinstance(x := getattr(self.model.config, name, None), int)][:1]
 
     def run(self) -> None:
         try:
@@ -288,11 +279,11 @@ class _Check:
         except Exception as error:  # of any kind
             raise LongspanError(f"cannot be checked: its small copy does not run ({_line(error)})") from error
         n = self.ids.shape[1]
-        positions = self._positions(seen)
+        positions = self._positions()
         everything = torch.arange(n)
         try:
             found, _ = self._part(everything, positions)
-            if not _close(found, expected):
+            if not _close(found[self.mask == 1], expected[self.mask == 1]):
                 raise LongspanError(f"uses its {self.modality}s otherwise than as embeddings of their placeholders")
             third = n // 3
             for mine in (torch.cat([everything[:third], everything[2 * third :]]), everything[third : 2 * third]):
@@ -302,13 +293,13 @@ class _Check:
         except Exception as error:  # of any kind
             raise LongspanError(f"does not run on a part of its tokens ({_line(error)})") from error
         text = {"input_ids": torch.where(self.ids == self.token, 5, self.ids), "position_ids": positions}
-        _, plain = self._forward({**text, "attention_mask": torch.ones_like(self.ids)})
+        _, plain = self._forward({**text, "attention_mask": self.mask})
         if not _equal_masks(seen.get("attention_mask"), plain.get("attention_mask")):
             raise LongspanError(
                 f"lets the tokens of its {self.modality}s see each other, or other tokens see them, otherwise than text"
             )
 
-    def _positions(self, seen: Mapping[str, Any]) -> Tensor:
+    def _positions(self) -> Tensor:
         own = own_positions(self.model)
         found = None if own is None else own(self.batch, 0)
         return torch.arange(self.ids.shape[1])[None] if found is None else found
@@ -319,7 +310,7 @@ class _Check:
         chosen = before[:, mine][ids == self.token]
         batch: dict[str, Any] = {
             "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
+            "attention_mask": self.mask[:, mine],
             "position_ids": positions[..., mine],
         }
         batch |= {ENCODER_OUTPUTS: {self.modality: with_rows(self.output, self.rows[chosen])}}
