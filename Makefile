@@ -136,10 +136,11 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
 
-fuzz: $(STAMP)  ## tests with random inputs and those that confirm others, then random whole models; prints its seed (SEED=7 repeats)
+fuzz: $(STAMP)  ## tests with random inputs and those that confirm others, then random whole models of transformers and diffusers; prints its seed (SEED=7 repeats)
 	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); echo "make fuzz SEED=$$seed"; \
 	    $(BIN)/python -m pytest -m "hypothesis or confirms" --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) && \
-	    $(BIN)/python -m tests.fuzz --seed $$seed --minutes $(MINUTES) $(FUZZ_ARGS) || \
+	    $(BIN)/python -m tests.fuzz --seed $$seed --minutes $(MINUTES) $(FUZZ_ARGS) && \
+	    $(BIN)/python -m tests.fuzz.diffusion --seed $$seed --minutes $(MINUTES) || \
 	    { echo "the same again: make fuzz SEED=$$seed"; exit 1; }
 
 chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, by a seed, and what became of them (about 20 minutes)

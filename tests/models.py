@@ -188,6 +188,57 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Models with recurrent layers or short convolutions."""
 MORE |= HYBRIDS
 
+_INDEXED = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "dense"], "num_hidden_layers": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "index_topk": 6, "index_n_heads": 2, "index_head_dim": 8, "initializer_range": 0.2,
+}  # fmt: skip
+_SHARED = {"indexer_types": ["full", "shared", "full"]}
+
+INDEXED: dict[str, dict[str, Any]] = {
+    "DeepseekV32": _INDEXED,
+    "GlmMoeDsa": {**_INDEXED, **_SHARED},
+    "AXK2": {**_INDEXED, "gated_norm_rank": 4},
+    "HYV4": {**_INDEXED, **_SHARED, "hc_mult": 2},
+    "Dots3NoteText": {
+        **_INDEXED,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "sliding_window": 8,
+        "head_dim": 12,
+        "shared_experts_intermediate_size": 24,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 20,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 6,
+        "swa_v_head_dim": 8,
+    },
+}
+"""Models whose queries attend to the tokens that an indexer chooses. With two heads, many scores of it are equal: 0."""
+MORE |= INDEXED
+
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "DeepseekV4": {
+        "num_key_value_heads": 1, "num_hidden_layers": 4, "head_dim": 8, "q_lora_rank": 24, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "intermediate_size": None, "moe_intermediate_size": 24,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                        "compressed_sparse_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}, "sliding_window": 5,
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "hc_mult": 2, "o_groups": 2, "o_lora_rank": 8,
+        "index_n_heads": 2, "index_head_dim": 8, "index_topk": 3, "partial_rotary_factor": 0.5,
+        "initializer_range": 0.2,
+    },
+    "MiniMaxM3VLText": {
+        "head_dim": 8, "num_hidden_layers": 3, "rotary_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "dense_intermediate_size": 48, "shared_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], "index_n_heads": 2,
+        "index_head_dim": 4, "index_block_size": 3, "index_topk_blocks": 3, "initializer_range": 0.2,
+    },
+}  # fmt: skip
+MORE |= COMPRESSED
+
 UNEVEN: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 50, "vocab_size": 61,
     "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,

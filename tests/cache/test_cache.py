@@ -18,7 +18,7 @@ from torch import Tensor
 import longspan
 from longspan.attn.score import Scores
 from longspan.cache import layer_cache
-from longspan.cache.attend import _merge
+from longspan.cache.attend import merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.quantize import QUANTIZED_FORMATS
 from longspan.hf.cache import files
@@ -117,7 +117,7 @@ def test_merged_parts_equal_one_softmax_with_sinks() -> None:
         more = torch.full((2, 3, 4, 1), -torch.inf).double()
         more = more if sinks is None else sinks[:, None, None].expand_as(more)
         p = torch.cat([x, more], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
-        torch.testing.assert_close(_merge(torch.stack(parts), scores, v.dtype), p @ v, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(merge(torch.stack(parts), scores, v.dtype), p @ v, rtol=1e-12, atol=1e-12)
 
 
 def test_a_full_window_does_not_move_at_every_token() -> None:

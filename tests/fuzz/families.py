@@ -25,9 +25,24 @@ PARAMETERS = 1_000_000
 
 AS_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"], "num_hidden_layers": 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "mlp_layer_types": ["hash_moe", "moe"], "partial_rotary_factor": 0.5, "num_key_value_heads": 1,
+    },
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 12, "swa_num_attention_heads": HEADS,
+        "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "num_hidden_layers": 2, "shared_experts_intermediate_size": 24,
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2, "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,

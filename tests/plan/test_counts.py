@@ -238,6 +238,24 @@ NEMOTRON = {
     "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
 }  # fmt: skip
+DSA = {
+    **MLA, "model_type": "glm_moe_dsa", "index_topk": 6, "index_n_heads": 2, "index_head_dim": 10,
+    "indexer_types": ["full", "shared", "full"],
+}  # fmt: skip
+V4 = {
+    "model_type": "deepseek_v4", "num_key_value_heads": 1, "num_hidden_layers": 3, "q_lora_rank": 24,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "hc_mult": 2, "o_groups": 2,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "sliding_window": 8,
+    "mlp_layer_types": ["hash_moe", "moe", "moe"], "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 10,
+    "index_topk": 3, "partial_rotary_factor": 0.5, "head_dim": 8,
+}  # fmt: skip
+M3 = {
+    "model_type": "minimax_m3_vl_text", "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4,
+    "dense_intermediate_size": 48, "shared_intermediate_size": 16, "mlp_layer_types": ["dense"] * 3,
+    "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], "index_n_heads": 4,
+    "index_head_dim": 4, "index_block_size": 4, "index_topk_blocks": 3,
+}  # fmt: skip
 KIMI = {
     "model_type": "kimi_linear", "pad_token_id": 0, "num_hidden_layers": 5, "num_key_value_heads": 8,
     "linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -324,6 +342,10 @@ CASES = [
     (ParallelConfig(tensor=2), {"model_type": "gemma3_text", "sliding_window": 8}, {"memory": CHECKPOINTED}),
     (ParallelConfig(ulysses=16), {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2}, {}),
     (ParallelConfig(ring=2, ulysses=2), LFM2, {}),
+    (ParallelConfig(ring=2, ulysses=2), DSA, {"dtype": "bf16", "memory": CHECKPOINTED}),
+    (ParallelConfig(data=2, ulysses=2), DSA, {"weight_sharding": False}),
+    (ParallelConfig(ring=2, ulysses=2), V4, {"memory": CHECKPOINTED}),
+    (ParallelConfig(ulysses=2), M3, {}),
 ]
 
 
@@ -448,7 +470,7 @@ def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) 
     ("mesh", "config", "sharded"),
     each_value(
         [ParallelConfig(ulysses=4), ParallelConfig(ring=4), ParallelConfig(ring=2, ulysses=2), ParallelConfig(ring=2)],
-        grouped([({}, True), ({"model_type": "mistral", "sliding_window": 8}, False), (MLA, True)]),
+        grouped([({}, True), ({"model_type": "mistral", "sliding_window": 8}, False), (MLA, True), (DSA, True)]),
     ),
     ids=str,
 )

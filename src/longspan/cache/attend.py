@@ -66,6 +66,7 @@ class CacheStep:
     local_spans: tuple[Span, ...]
     kernels: dict[Any, _Prepared] = field(default_factory=dict)  # prepared kernels, by kind of layer
     masks: dict[Any, Mask] = field(default_factory=dict)  # of the new tokens, by what a layer requests
+    index_keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, of the new tokens that I store
     stored_layers: set[Any] = field(default_factory=set)  # layers whose new keys and values are in the cache
     static: StaticDecode | None = None  # for a decode step of constant shapes
 
@@ -381,7 +382,7 @@ def _merge_my_tokens(step: CacheStep, partial: Tensor, scores: Scores, dtype: to
     if send.numel():
         dist.all_to_all_single(parts.view(-1), send.view(-1), group=sp.ring_group)
     del send, block
-    return _merge(parts, scores, dtype)
+    return merge(parts, scores, dtype)
 
 
 def _merge_all_tokens(
@@ -389,10 +390,10 @@ def _merge_all_tokens(
 ) -> Tensor:
     """Return all heads' output of all new tokens, on every rank: `[B, H, N, V]`."""
     received = _gathered(step, prepared, partial, head_dim=1)
-    return _merge(_joined_heads(prepared, received.transpose(0, 1), head_dim=2), scores, dtype)
+    return merge(_joined_heads(prepared, received.transpose(0, 1), head_dim=2), scores, dtype)
 
 
-def _merge(parts_RBhNW: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
+def merge(parts_RBhNW: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
     """Return the parts' outputs, weighted by their log-sum-exps: `[B, h, N, V]`. Add sinks. Overwrites the parts."""
     outs, lses = parts_RBhNW[..., :-1], parts_RBhNW[..., -1]
     if scores.sinks is not None:  # one more part, whose output is zero

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.reading import is_indexed
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -94,10 +95,23 @@ class LatentLayer:
         for_keys, for_values = self.weights(q)
         if first:
             self._check(c[:, :1], k[:, :1], v[:, :1], for_keys, for_values)
-        q_latent = torch.einsum("blhn,hnr->blhr", q[..., : self.nope], for_keys)
-        q = torch.cat([q_latent, q[..., self.nope :]], 3)
+        q = self._absorbed(q, for_keys)
         k = torch.cat([c, k[:, :, 0, self.nope :]], 2)[:, :, None]
         return q, k, k[..., : self.rank], for_values
+
+    def absorb_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries for attention over latent vectors, and the weights that expand its output, as `absorb`."""
+        for_keys, for_values = self.weights(q)
+        return self._absorbed(q, for_keys), for_values
+
+    def _absorbed(self, q: Tensor, for_keys: Tensor) -> Tensor:
+        q_latent = torch.einsum("blhn,hnr->blhr", q[..., : self.nope], for_keys)
+        return torch.cat([q_latent, q[..., self.nope :]], 3)
+
+    @staticmethod
+    def join(c_B1LR: Tensor, rotary_B1LD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latent vectors as keys and as values of one head, in place of a layer's `expand_kv`."""
+        return torch.cat([c_B1LR, rotary_B1LD], 3), c_B1LR
 
     def _check(self, c: Tensor, k: Tensor, v: Tensor, for_keys: Tensor, for_values: Tensor) -> None:
         nope = torch.einsum("blr,hnr->blhn", c, for_keys)
@@ -120,12 +134,13 @@ def expand(out_BLHR: Tensor, for_values_HDR: Tensor) -> Tensor:
 def latent_layer_of(layer: nn.Module, config: Any) -> LatentLayer | None:
     """Start to capture an attention layer's latent vectors; None if it has none."""
     sizes: Mapping[str, Any] = {name: getattr(layer, name, None) for name in _SIZES}
-    projection = getattr(layer, "kv_b_proj", None)
-    if getattr(config, "model_type", None) not in MODELS or not isinstance(projection, nn.Module):
+    projection, captures = getattr(layer, "kv_b_proj", None), getattr(config, "model_type", None) in MODELS
+    if not (captures or is_indexed(layer)) or not isinstance(projection, nn.Module):
         return None
     if not all(isinstance(size, int) for size in sizes.values()):
         return None
     nope, rope, value, rank = (int(sizes[name]) for name in _SIZES)
     latents = LatentLayer(layer, nope, rope, value, rank)
-    projection.register_forward_pre_hook(latents.capture)
+    if captures:
+        projection.register_forward_pre_hook(latents.capture)
     return latents

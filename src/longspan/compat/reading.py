@@ -40,6 +40,22 @@ _PLANS: dict[str, dict[str, str]] = {
 }
 """By `model_type`, styles that transformers' plan of a family lacks."""
 
+INDEXED = frozenset(
+    {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "mistral_large4_text", "dots3_note_text"}
+)
+"""Families with latent attention to the tokens that an indexer chooses, which gets its keys from the cache
+(`update_indexer`); a layer computes its keys and values by `expand_kv`.
+"""
+
+
+def is_indexed(layer: Any) -> bool:
+    """Return whether an attention layer of these families attends to chosen tokens: its own choice, or that of a layer
+    before it.
+    """
+    indexes = getattr(layer, "indexer", None) is not None or getattr(layer, "skip_topk", False)
+    return bool(indexes) and getattr(layer.config, "model_type", None) in INDEXED
+
+
 ENCODER_OUTPUTS = "mm_encoder_outputs"
 """The argument of a forward that accepts embeddings which the tower has computed before."""
 
@@ -122,6 +138,20 @@ def positions_of(config: Any) -> ModelPositions:
     rotary = isinstance(getattr(text, "rope_parameters", None), dict)
     found = positions_in(text.to_dict(), limit, rotary)
     return dataclasses.replace(found, dims=_rotary_dims(text, found.table)) if rotary else found
+
+
+def stated(text: Any, name: str) -> Any:
+    """Return a value of a text config; None if it has none, or one for each layer."""
+    try:
+        return getattr(text, name, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        return None
+
+
+def config_of_layer(text: Any, index: int) -> Any:
+    """Return the config with the sizes of a layer: the text config itself, unless the sizes of its layers differ."""
+    each = getattr(text, "per_layer_config", None)
+    return each[index] if each else text
 
 
 def head_dim_of(text: Any) -> int | None:

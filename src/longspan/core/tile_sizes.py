@@ -19,6 +19,16 @@ STATE_TILE = LOSS_TILE
 """Elements of the states of single tokens that `longspan.mixers` computes together."""
 
 
+INDEXED_TILE = (1 << 25, 1 << 21)
+"""Elements that indexed attention computes together, on a GPU and on a CPU: of a block of queries, their scores with
+all keys (by the indexer), or the keys that they read."""
+
+
+def rows_of_tile(tile: tuple[int, int], elements: int, on_cpu: bool) -> int:
+    """Return the rows of a tile, of `elements` each."""
+    return max(1, tile[on_cpu] // max(1, elements))
+
+
 def gradient_buckets(
     sizes: Sequence[int], kinds: Sequence[Hashable] | None = None, limit: int = GRADIENT_BUCKET
 ) -> list[range]:

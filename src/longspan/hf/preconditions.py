@@ -21,7 +21,7 @@ from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.weights import agree_on_model, digests_to_compare
 from longspan.compat.friends_api import fla_kernels, float8_layers
-from longspan.compat.reading import attention_layers, mixer_layers
+from longspan.compat.reading import INDEXED, attention_layers, mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.heads import HeadShard, split_groups, split_heads
@@ -230,8 +230,8 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
 
 
 def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard, ...]:
-    """Return the heads of each Ulysses rank of this tensor rank; none for a model without attention."""
-    if not attention_layers(model):
+    """Return the heads of each Ulysses rank of this tensor rank; none for a model that sends no heads."""
+    if not attention_layers(model) or model.config.get_text_config().model_type in INDEXED:  # they send no heads
         return ()
     mine = split_groups(*heads_of(model.config), sp.tensor_size)[sp.tensor_rank]
     return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size)

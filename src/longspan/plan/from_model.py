@@ -24,10 +24,14 @@ from transformers import PreTrainedModel
 
 from longspan.compat.friends_api import float8_layers
 from longspan.compat.reading import (
+    INDEXED,
     attention_layers,
+    config_of_layer,
     decoder_layers,
+    is_indexed,
     mixer_layers,
     positions_of,
+    stated,
     tensor_plan_of,
     text_part,
     tower_modules,
@@ -40,7 +44,10 @@ from longspan.plan.layers import (
     CAUSAL,
     AttendedKeys,
     Bidirectional,
+    ChosenBlocks,
     Chunk,
+    Compressed,
+    Indexed,
     Linear,
     Mlp,
     Parallel,
@@ -123,12 +130,10 @@ def _check_sizes(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise LongspanError(f"{name} attends to an encoder; only decoders of one sequence are supported")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
-        value = getattr(config, key, None)
+        value = stated(config, key)
         if isinstance(value, int) and value < 1 and not (key == "intermediate_size" and value == 0):
             raise LongspanError(f"{name}: {key} must be at least 1, got {value}")
-    heads, kv, latent = (
-        getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
-    )
+    heads, kv, latent = (stated(config, key) for key in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank"))
     if isinstance(heads, int) and isinstance(kv, int) and kv and heads % kv and not latent:
         raise LongspanError(f"{name}: num_attention_heads={heads} does not divide by num_key_value_heads={kv}")
 
@@ -241,7 +246,8 @@ def _parameters(module: nn.Module, packs: bool = False) -> Iterator[Parameter]:
         is_linear = isinstance(owner, nn.Linear) and own == "weight"
         packed = is_linear and ".lora_" not in name and (packs or type(p).__name__ == "Params4bit")
         shape = (owner.out_features, owner.in_features) if packed else tuple(p.shape)
-        yield Parameter(_plain_name(name, owners), shape, p.requires_grad, packed)
+        trained = p.requires_grad and ".indexer." not in name  # it chooses tokens, without a gradient
+        yield Parameter(_plain_name(name, owners), shape, trained, packed)
 
 
 def _plain_name(name: str, owners: Mapping[str, nn.Module]) -> str:
@@ -263,7 +269,16 @@ def _mixing(block: nn.Module, config: Any, index: int) -> TokenMixing:
     recurrent = next(iter(mixer_layers(block).values()), None)
     if attention is None:  # or an MLP alone
         return TokenMixing() if recurrent is None else _recurrence(recurrent)
-    softmax = replace(_attention(attention, config, index), sliceable=_sliceable(attention, config))
+    if is_indexed(attention):
+        return _indexed(attention)
+    if getattr(attention, "compressor", None) is not None:
+        return _compressed(attention)
+    if getattr(attention, "indexer", None) is not None:
+        return _blocks(attention, config)
+    of_layer = config_of_layer(config, index)
+    softmax = replace(_attention(attention, of_layer, index), sliceable=_sliceable(attention, config))
+    if config.model_type in INDEXED:  # its layers without an indexer cache keys and values
+        softmax = replace(softmax, latent_dim=0, rope_dim=0)
     # Convolutions inside attention are none of its own.
     if recurrent is None or recurrent in set(attention.modules()):
         return softmax
@@ -297,6 +312,37 @@ def _recurrence(module: Any) -> Linear:
     # A registered function's layer: as if each channel had a number as its state, and a decay.
     width = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
     return Linear(width, width, 1, 1, columns=1, **conv)
+
+
+def _indexed(attention: Any) -> Indexed:
+    rank, indexer = attention.kv_lora_rank, getattr(attention, "indexer", None)
+    width, dim = rank + attention.qk_rope_head_dim, attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    index = (0, 0) if indexer is None else (indexer.n_heads, indexer.head_dim)
+    top_k = attention.config.index_topk
+    return Indexed(attention.num_heads, 1, dim, attention.v_head_dim, width, rank, top_k, *index)
+
+
+def _compressed(attention: Any) -> Compressed:
+    """Return DeepSeek-V4's attention."""
+    compressor, heads, dim = attention.compressor, attention.num_heads, attention.head_dim
+    indexer = getattr(compressor, "indexer", None)
+    index: dict[str, int] = {}
+    if indexer is not None:
+        index = {"top_k": indexer.index_topk, "index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
+        index["index_projected"] = _width(indexer, "kv_proj")
+    rate, window, projected = compressor.compress_rate, attention.sliding_window, _width(compressor, "kv_proj")
+    return Compressed(heads, 1, dim, dim, dim, dim, rate=rate, window_tokens=window, projected=projected, **index)
+
+
+def _blocks(attention: Any, config: Any) -> ChosenBlocks:
+    """Return MiniMax-M3's attention."""
+    indexer, dim = attention.indexer, attention.head_dim
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    chosen = indexer.topk_blocks
+    return ChosenBlocks(
+        heads, kv, dim, dim, width=2 * kv * dim, rank=kv * chosen, top_k=chosen * indexer.block_size,
+        index_heads=indexer.num_heads, index_dim=indexer.head_dim,
+    )  # fmt: skip
 
 
 def _attention(attention: Any, config: Any, index: int) -> Softmax:

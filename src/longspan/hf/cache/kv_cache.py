@@ -130,6 +130,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"{state.traits.name} takes no cache, so it cannot generate sharded; it can be trained and scored; to "
                 f"generate, load it without longspan.parallelize"
             )
+        choosers = [(layer.name, layer.chooser) for layer in state.attention.layers if layer.chooser is not None]
+        for layer, chooser in choosers:
+            if not chooser.caches:
+                raise LongspanError(
+                    f"layer {layer} attends to chosen blocks or compressed entries, which a sharded cache does not "
+                    f"hold in this version; this model can be trained and scored; to generate, load it without "
+                    f"longspan.parallelize"
+                )
+            if dtype != "exact" or not latent:
+                raise LongspanError(
+                    f"layer {layer} attends to the tokens that an indexer chooses, and caches latent vectors with "
+                    f"index keys, exactly; got dtype={dtype!r}, latent={latent}: leave both out"
+                )
         super().__init__(layers=[])
         self.config = state.config
         self.sp: SequenceSharding = state.sp
@@ -419,6 +432,7 @@ def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:
     recurrent = next((layer.name for layer in state.mixers.layers), None)
     reasons = {
         f"softmax attention in every layer; {recurrent} is recurrent": recurrent is not None,
+        "attention to all tokens; this model's indexer chooses some": any(x.chooser for x in state.attention.layers),
         "a CUDA GPU; this model is on another device": state.sp.device.type != "cuda",
         f"dtype='exact'; this is {dtype!r}": dtype != "exact",
         f"offload='none'; this is {offload!r}": offload != "none",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from longspan.memory.head_slices import SliceCall
 
 NAME = "longspan"
 
+_CHOSEN = "indices", "block_indices"
+"""Arguments in which a layer passes on what its indexer has chosen."""
+
 # Arguments that transformers passes to every attention function, and that do not change the attention.
 _NO_MEANING = {
     "position_ids",
@@ -54,6 +57,20 @@ _NO_MEANING = {
 }
 
 
+class Chooser(Protocol):
+    """The attention of a layer whose queries attend to chosen keys (indexed.py, blocks.py, compressed.py)."""
+
+    caches: bool  # whether it generates with a sharded cache
+
+    def check(self, name: str, info: SequenceInfo) -> None:
+        """Raise for a batch from which one process would choose otherwise; `name` is the model's."""
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], chosen: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
+    ) -> Tensor:
+        """Return the attention of my tokens, `[B, L, heads, D]`."""
+
+
 @dataclass
 class LayerBinding:
     """How an attention layer is sharded; its attribute `longspan_layer`."""
@@ -66,6 +83,7 @@ class LayerBinding:
     choice: Choice | None = None  # the kernel of the last forward
     latents: LatentLayer | None = None  # captures the latent vectors of DeepSeek's attention
     causal: bool = True
+    chooser: Chooser | None = None  # of a layer whose queries attend to chosen keys
 
     @property
     def saves_lse(self) -> bool:
@@ -76,7 +94,7 @@ class LayerBinding:
         """Raise if a requested kernel cannot compute a batch's mask; "auto" falls back on one that can."""
         if self.kernel == "auto":
             return
-        mask, sp, lse = _mask(MaskRequest(self.causal), info), info.sp, self.memory.recompute_all_to_all
+        mask, sp, lse = mask_of(MaskRequest(self.causal), info), info.sp, self.memory.recompute_all_to_all
         # Autocast may change the dtype, so assume one that every kernel supports.
         request = KernelRequest(mask, Scores(), sp.device, ring=sp.ring_size, dtype=torch.bfloat16, lse=lse)
         try:
@@ -110,7 +128,14 @@ def longspan_attention(
             f"layer {layer.name} uses a mask of its own ({type(request).__name__}), not one from the mask registry; "
             f"{HELP}"
         )
+    chosen = [x for x in (more.pop(name, None) for name in _CHOSEN) if x is not None]
     scores = _scores(layer, request, info, scaling, dropout, more)
+    if layer.chooser is not None:
+        layer.choice = _INDEXED
+        q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
+        return layer.chooser.attend((q, k, v), chosen[0] if chosen else None, request, scores, info), None
+    if chosen:
+        raise LongspanError(f"layer {layer.name} attends to keys that an indexer chooses; {HELP}")
     latents = None if layer.latents is None else layer.latents.take()
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     if isinstance(info, CachedInfo):
@@ -123,7 +148,10 @@ def longspan_attention(
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
     out = plan(q, k, v, scores, layer.layer_call)
-    return _viewable(out if info.padding is None else _padding_sees_itself(out, v, info.padding)), None
+    return _viewable(out if info.padding is None else padding_sees_itself(out, v, info.padding)), None
+
+
+_INDEXED = Choice("indexed", "blocks of queries read the tokens that the indexer chose, as matrix products")
 
 
 def _viewable(out_BLHD: Tensor) -> Tensor:
@@ -131,7 +159,7 @@ def _viewable(out_BLHD: Tensor) -> Tensor:
     return out_BLHD if out_BLHD.stride(-2) == out_BLHD.shape[-1] else out_BLHD.contiguous()
 
 
-def _padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:
+def padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:
     """Replace the output of padding by its own value, not 0: a model may divide by its attention's output."""
     heads, kv_heads = out_BLHD.shape[2], v_BLKD.shape[2]
     if not heads:
@@ -162,7 +190,7 @@ def _with_cache(
     mask = info.step.masks.get(request)
     if mask is None:
         if info.step.static is None:
-            mask = replace(_mask(request, info), q_start=info.step.past)
+            mask = replace(mask_of(request, info), q_start=info.step.past)
         else:  # it knows where each row starts
             mask = Mask(True, request.window, request.chunk_size, q_start=info.step.past)
         info.step.masks[request] = mask
@@ -200,7 +228,7 @@ def _plan(
         plan = prepare(
             shapes,
             info.sp,
-            _mask(request, info),
+            mask_of(request, info),
             scores,
             (info.length, info.length),
             layer.kernel,
@@ -211,7 +239,8 @@ def _plan(
     return plan
 
 
-def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
+def mask_of(request: MaskRequest, info: SequenceInfo) -> Mask:
+    """Return the mask that a model requests, with what the batch adds to it."""
     segments, chunk_size = info.segments, request.chunk_size
     if info.nodes is not None:  # windows and chunks count along paths
         more: Any = {"segments": segments, "mask_mod": info.visible, "nodes": info.nodes}

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.attn.tree import Trees, along_paths, path_lengths
-from longspan.cache.latent import latent_layer_of
+from longspan.cache.latent import LatentLayer, latent_layer_of
 from longspan.comm.shard import shard
-from longspan.compat.reading import attention_layers, tower_modules
+from longspan.compat.reading import attention_layers, is_indexed, tower_modules
 from longspan.compat.torch_api import to_device
 from longspan.compat.transformers_api import attention_of, set_attention
 from longspan.core.errors import LongspanError
@@ -22,7 +22,10 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.hf.batch.documents import tokens_of
 from longspan.hf.batch.shard import SequenceInfo, rotary_positions
 from longspan.hf.cache.kv_cache import CachedInfo
-from longspan.hf.forward.attention import NAME, LayerBinding
+from longspan.hf.forward.attention import NAME, Chooser, LayerBinding
+from longspan.hf.forward.blocks import BlockLayer
+from longspan.hf.forward.compressed import CompressedLayer
+from longspan.hf.forward.indexed import IndexedLayer
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.model.support import HELP
 
@@ -58,6 +61,7 @@ class AttentionLayers(Stage):
             bound = LayerBinding(path, kernel, memory)
             bound.causal = getattr(layer, "is_causal", True)
             bound.latents = latent_layer_of(layer, getattr(layer, "config", None))
+            bound.chooser = _chooser_of(layer, path, bound.latents)
             layer.longspan_layer = bound  # type: ignore[assignment]
             self.layers.append(bound)
             if getattr(layer, "attn_temperature_tuning", False):
@@ -81,6 +85,8 @@ class AttentionLayers(Stage):
                 f"{name} scales the tokens of all rows by one list of positions, and the documents or trees of "
                 f"these rows differ; give one row (longspan.pack_tree makes one)"
             )
+        for chooser in (layer.chooser for layer in self.layers if layer.chooser is not None):
+            chooser.check(name, info)
         if info.nodes is not None:
             if not all(layer.causal for layer in self.layers):
                 raise LongspanError(f"the layers of {name} attend in both directions, and a tree (`tin` and "
@@ -147,6 +153,15 @@ class AttentionLayers(Stage):
             return in_order(parts) if isinstance(parts[0], Tensor) else tuple(map(in_order, zip(*parts, strict=True)))
 
         return rotate
+
+
+def _chooser_of(layer: Any, path: str, latents: LatentLayer | None) -> Chooser | None:
+    """Bind a layer whose queries attend to chosen keys; None for another one."""
+    if latents is not None and is_indexed(layer):
+        return IndexedLayer(layer, path, latents)
+    if getattr(layer, "compressor", None) is not None:
+        return CompressedLayer(layer, path)
+    return BlockLayer(layer, path) if getattr(layer, "indexer", None) is not None else None
 
 
 def _last_positions(call: ForwardCall) -> Tensor:

@@ -20,7 +20,7 @@ from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers, text_modules
+from longspan.compat.reading import INDEXED, attention_layers, decoder_layers, mixer_layers, text_modules
 from longspan.compat.transformers_api import (
     calls_registry,
     is_hybrid,
@@ -29,6 +29,7 @@ from longspan.compat.transformers_api import (
     uses_registry,
 )
 from longspan.core.errors import LongspanError, see
+from longspan.core.validation import format_value
 from longspan.hf.model.pretrained import kind_of, without_dropout
 from longspan.hf.model.vision import core_of, encoders_of
 from longspan.losses.load_balancing import balance, balance_sums
@@ -43,6 +44,13 @@ _MIXERS = re.compile(
 # Values of a config's `layer_types`: of attention, and, in families with known recurrent layers, of other layers.
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
+
+# And of attention to chosen keys, by `model_type`.
+_CHOOSING_TYPES = {
+    **{family: {"indexed_attention"} for family in INDEXED},
+    "deepseek_v4": {"compressed_sparse_attention", "heavily_compressed_attention"},
+    "minimax_m3_vl_text": {"minimax_m3_sparse"},
+}
 
 # Attention to another sequence, by the name of the module or of its class.
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
@@ -222,6 +230,7 @@ def check_model(
     name, modality, text = type(model).__name__, kind_of(model.config), model.config.get_text_config()
     try:
         _check_family(model, name)
+        _check_indexers(model, name, kernel)
         for path, layer in attention_layers(model).items():
             # Autocast or a policy may change the dtype later, so assume one that flash attention supports.
             sinks = getattr(layer, "sinks", None)
@@ -302,8 +311,9 @@ def _kind(module: nn.Module) -> str:
 
 def _check_config(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config()
+    known = _ATTENTION_TYPES | _CHOOSING_TYPES.get(config.model_type, set())
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
-        if kind not in _ATTENTION_TYPES and not (kind in _MIXER_TYPES and is_hybrid(model)):
+        if kind not in known and not (kind in _MIXER_TYPES and is_hybrid(model)):
             raise LongspanError(f"layer {index} of {name} is of the type {kind}; {HELP}")
     always = {"bloom": "alibi", "mpt": "alibi"}.get(config.model_type)
     for key, reason in _REFUSED_CONFIG.items():
@@ -311,6 +321,29 @@ def _check_config(model: PreTrainedModel, name: str) -> None:
             raise LongspanError(reason.format(name=name))
     if getattr(config, "output_router_logits", False) and router_top_k(model) is None:
         raise LongspanError(no_router_loss(name))
+
+
+def _check_indexers(model: PreTrainedModel, name: str, kernel: AnyKernel) -> None:
+    config = model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ()) & _CHOOSING_TYPES.get(config.model_type, set())
+    if not types:
+        return
+    if kernel != "auto":
+        raise LongspanError(
+            f"kernel={format_value(kernel)}: layers of {name} attend to the tokens that an indexer chooses, which one "
+            f"kernel does; leave `kernel` out"
+        )
+    layers = attention_layers(model).items()
+    shared = next((path for path, m in layers if getattr(m, "is_kv_shared_layer", False)), None)
+    if shared is not None:
+        raise LongspanError(f"layer {shared} of {name} reads latent vectors of a layer before it; {HELP}")
+    key = "index_topk" if hasattr(config, "index_topk") else "index_topk_blocks"
+    top_k = getattr(config, key)
+    if not isinstance(top_k, int) or top_k < 1:
+        raise LongspanError(
+            f"{key}={format_value(top_k)} in the config of {name}: each query attends to so many, at least 1; set it "
+            f"as it was when the model was trained"
+        )
 
 
 def no_router_loss(name: str) -> str:

@@ -188,7 +188,8 @@ def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], 
     if model.tied:
         return (("embeddings and head", (*model.root, *around_tower)),)
     embedding, *rest = model.root
-    positions = tuple(p for p in rest if len(p.shape) > 1 and p is not rest[-1])
+    # What joins the streams of hyper-connections is gathered with the rest, not with the norm behind it.
+    positions = tuple(p for p in rest if (len(p.shape) > 1 or ".hc_head." in p.name) and p is not rest[-1])
     head = tuple(p for p in rest if p not in positions)
     groups = (
         ("the embedding", (embedding,)),
@@ -311,4 +312,7 @@ def _buckets(model: ModelShape, tensor: int, pictures: bool) -> tuple[tuple[int,
     language = [*first, *(p for layer in model.layers for p in layer.parameters), *last]
     counted = [*tower, *trained(tuple(language))]
     sizes = [math.prod(cut_shape(p, tensor)) for p in (counted if pictures else counted[len(tower) :])]
-    return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(counted)
+    # An indexer's weights may ask for a gradient, and get none.
+    asks = model.tuning.lora is None and not model.tuning.freeze
+    never = sum(".indexer." in p.name for p in language) if asks else 0
+    return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(counted) + never

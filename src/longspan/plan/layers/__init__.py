@@ -6,6 +6,7 @@ The totals in `longspan.plan.cost` ask these objects and name none of them. A ne
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
 from longspan.plan.layers.base import Mlp, Parameter, Sent, TokenMixing
+from longspan.plan.layers.indexed import ChosenBlocks, Compressed, Indexed
 from longspan.plan.layers.linear import Linear, ShortConv
 from longspan.plan.layers.softmax import Parallel, Softmax
 
@@ -14,7 +15,10 @@ __all__ = [
     "AttendedKeys",
     "Bidirectional",
     "Causal",
+    "ChosenBlocks",
     "Chunk",
+    "Compressed",
+    "Indexed",
     "Linear",
     "Mlp",
     "Parallel",

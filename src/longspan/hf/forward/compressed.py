@@ -1,0 +1,152 @@
+"""DeepSeek-V4's layers: a window of tokens, and entries that each compress some neighbouring tokens of the sequence.
+
+A compressor makes an entry of every `compress_rate` tokens. A query attends to its window, and to the entries whose
+tokens it sees: to all of them, or to those that an indexer chooses by entries of its own. Queries stay on their rank.
+What the compressors project from my tokens, and the keys of the window, are gathered; every rank makes all entries.
+
+The model's own modules compute entries and scores. An entry counts tokens of the row, whatever documents they belong
+to, so packed documents and padding on the left, which one process does not separate either, are refused.
+
+Shape suffixes: B batch, L my tokens, Q queries of a block, N all tokens, C entries, T chosen entries, D elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.attn.indexed import Packing, WindowAndEntries, attend_to_chosen
+from longspan.attn.score import Scores
+from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
+from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
+from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.forward.attention import MaskRequest, padding_sees_itself
+from longspan.hf.forward.indexed import check_one_document
+from longspan.hf.model.support import HELP
+
+
+class CompressedLayer:
+    """Binds an attention layer with a compressor; holds what its call in progress attends to."""
+
+    caches = False
+
+    def __init__(self, layer: Any, name: str) -> None:
+        self.name, self.window = name, int(layer.sliding_window)
+        self.compressor: Any = layer.compressor
+        self.entries: Callable[..., Any] = self.compressor.forward
+        self.info: SequenceInfo | None = None
+        self.chosen: tuple[Tensor | None, Tensor] | None = None
+        self.compressor.forward = not_compiled(self._compress)
+        layer.register_forward_pre_hook(self._take_facts, with_kwargs=True)
+
+    def check(self, name: str, info: SequenceInfo) -> None:
+        check_one_document(self.name, name, info)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], _: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
+    ) -> Tensor:
+        """Attend from my tokens to their windows and to entries, which follow my tokens' keys; keys are values."""
+        (q, k, _), chosen, self.chosen = qkv, self.chosen, None
+        if chosen is None:
+            raise LongspanError(f"the compressor of layer {self.name} was not called before its attention; {HELP}")
+        mine, entries = k[:, : q.shape[1]], k[:, q.shape[1] :]
+        positions, C = info.sp.positions(info.length), entries.shape[1]
+        lists = WindowAndEntries(positions, info.rows, self.window, info.length, C, *chosen)
+        kv = torch.cat([info.gather(mine), entries], 1)
+        both = slice(0, kv.shape[3])
+        out = attend_to_chosen(q, kv, lists, Packing(both, both), scores.scale_of(q.shape[3]), scores.sinks)
+        return out if info.padding is None else padding_sees_itself(out, mine, info.padding)
+
+    def _take_facts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.info = kwargs.get("longspan")
+
+    def _compress(
+        self, hidden_BLD: Tensor, q_BLD: Tensor, position_ids: Tensor, cache: None, layer_idx: int
+    ) -> tuple[Tensor, None]:
+        """Return the entries of the whole sequence, `[B, 1, C, D]`."""
+        info, self.info = self.info, None
+        if not isinstance(info, SequenceInfo):
+            raise LongspanError(
+                f"layer {self.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
+            )
+        indexer = getattr(self.compressor, "indexer", None)
+        one = hidden_BLD[:, :1], q_BLD[:, :1], position_ids[:, :1], None, layer_idx
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_gathered(self.compressor, hidden_BLD, info))
+            if indexer is not None:
+                nothing = torch.zeros(len(hidden_BLD), 1, 0, dtype=torch.int64, device=hidden_BLD.device)
+                stack.enter_context(_replaced(indexer, lambda *_: nothing))
+            entries, _ = self.entries(*one)
+        seen_BL = (position_ids + 1) // self.compressor.compress_rate  # entries whose tokens a query sees
+        seen_BL = seen_BL.expand(info.rows, -1)
+        best = None
+        if indexer is not None:
+            with torch.no_grad():
+                best = _choose(indexer, hidden_BLD, q_BLD, position_ids, seen_BL, info)
+        self.chosen = best, seen_BL
+        return entries, None
+
+
+def _choose(
+    indexer: Any, hidden_BLD: Tensor, q_BLD: Tensor, position_ids: Tensor, seen_BL: Tensor, info: SequenceInfo
+) -> Tensor:
+    """Return the entries that my queries attend to, int32 [B, L, T], -1 for none."""
+    scorer, found = indexer.scorer, dict[str, Tensor]()
+    score = scorer.forward
+
+    def capture(q: Tensor, keys_BCD: Tensor, hidden: Tensor) -> Tensor:
+        found["keys"] = keys_BCD
+        return hidden.new_zeros(*hidden.shape[:2], keys_BCD.shape[1])
+
+    with _gathered(indexer, hidden_BLD, info), _replaced(scorer, capture):
+        indexer(hidden_BLD[:, :1], q_BLD[:, :1], position_ids[:, :1], None, 0)
+
+    def scored(q: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
+        found["scores"] = score(q, found["keys"], hidden)
+        return found["scores"][..., :0]
+
+    (B, L, _), C = hidden_BLD.shape, found["keys"].shape[1]
+    entry_C = torch.arange(C, device=hidden_BLD.device)
+    each = rows_of_tile(INDEXED_TILE, B * max(1, C) * indexer.num_heads, hidden_BLD.device.type == "cpu")
+    parts = list[Tensor]()
+    for start in range(0, L, each):
+        block = slice(start, start + each)
+        hidden, q, positions = hidden_BLD[:, block], q_BLD[:, block], position_ids[:, block]
+        none = hidden.new_zeros(B, 0, 2 * indexer.head_dim)
+        with (
+            _replaced(indexer.kv_proj, lambda _, none=none: none),
+            _replaced(indexer.gate_proj, lambda _, none=none: none),
+            _replaced(scorer, scored),
+        ):
+            indexer(hidden, q, positions, None, 0)
+        future_BQC = entry_C >= seen_BL[:, block, None]
+        best = found["scores"].masked_fill(future_BQC, -math.inf).topk(min(indexer.index_topk, C), -1).indices
+        parts.append(best.masked_fill(best >= seen_BL[:, block, None], -1).int())
+    return torch.cat(parts, 1)
+
+
+@contextlib.contextmanager
+def _gathered(module: Any, hidden_BLD: Tensor, info: SequenceInfo) -> Iterator[None]:
+    """Let a compressor's projections return those of all tokens."""
+    kv, gate = (info.gather(linear(hidden_BLD)) for linear in (module.kv_proj, module.gate_proj))
+    with _replaced(module.kv_proj, lambda _: kv), _replaced(module.gate_proj, lambda _: gate):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before

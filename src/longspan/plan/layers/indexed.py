@@ -1,0 +1,276 @@
+"""Latent attention to the tokens that an indexer chooses (DeepSeek-V3.2), as `longspan.attn.indexed` computes it.
+
+Queries stay on their rank. Index keys and latent vectors of all tokens are gathered to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from longspan.core.cache import is_sharded, tokens_per_rank
+from longspan.core.layout import Layout
+from longspan.core.tile_sizes import INDEXED_TILE
+from longspan.plan.job import CostContext, Job
+from longspan.plan.layers.base import Buffers, Sent, TokenMixing
+
+INDEX_BYTES = 4
+"""Bytes of a score of the indexer, and of a chosen token's number."""
+
+
+@dataclass(frozen=True)
+class Indexed(TokenMixing):
+    """Attention over latent vectors, which are keys and values of one head.
+
+    Attributes:
+        width: elements of a latent vector, rotary part included.
+        rank: elements of it that are values; of chosen blocks, their number over all KV heads.
+        top_k: tokens that each query attends to, at most.
+        index_heads: heads of the indexer; 0 for a layer that attends to what a layer before it has chosen.
+        index_dim: elements of an index key.
+    """
+
+    width: int = 0
+    rank: int = 0
+    top_k: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+
+    @property
+    def name(self) -> str:
+        return "indexed"
+
+    @property
+    def cached_per_token(self) -> int:
+        """Elements of a latent vector and an index key."""
+        return self.width + self.index_dim
+
+    def seen(self, context: int) -> int:
+        return min(context, self.top_k)
+
+    # Compute: 2 * (W + R) FLOPs per query head and chosen token, and 2 * (D + 1) per head of the indexer and token.
+
+    @property
+    def _of_chosen(self) -> float:
+        return 2.0 * self.q_heads * (self.width + self.rank)
+
+    @property
+    def _of_scored(self) -> float:
+        return 2.0 * self.index_heads * (self.index_dim + 1)
+
+    def flops(self, job: Job, times: float) -> float:
+        """Return the FLOPs, with `times` of attention; an indexer has no backward, which is two thirds of a step."""
+        n = job.context
+        scored, chosen = (float(n), float(self.seen(n))) if job.mode == "decode" else _pairs(((0, n),), self.top_k)
+        once = times / (3.0 if job.mode == "train" else 1.0)
+        return job.batch * (times * chosen * self._of_chosen + once * scored * self._of_scored)
+
+    def max_flops(self, c: CostContext) -> float:
+        n, mesh = c.job.context, c.mesh
+        if c.job.mode == "decode":
+            scored, chosen = n / mesh.ring, self.seen(n) / mesh.ring
+        else:
+            scored, chosen = _most_pairs(c.layout, n, self.top_k)
+        return c.sequences * (chosen * self._of_chosen + scored * self._of_scored)
+
+    def _tile(self, c: CostContext) -> int:
+        """Return the bytes of a tile's copies: what it reads in fp32, its gradient, and scores."""
+        read = self.seen(c.job.context) * (self.width + 2 * self.q_heads)
+        rows = c.tokens * max(read, c.job.context * self.index_heads)
+        return 3 * 4 * min(INDEXED_TILE[False], rows)
+
+    # Communication.
+
+    def sent(self, c: CostContext) -> list[Sent]:
+        if c.mesh.sequence_ranks == 1:
+            return []
+        if c.job.mode == "decode":
+            return self._few(c, 1, c.job.context + 1)
+        if c.job.prompt_chunks:
+            return self._prompt(c)
+        forwards, backwards = c.job.layer_passes
+        return [
+            *self._gathered("all_gather", "sequence", c.tokens * (c.mesh.sequence_ranks - 1), c, forwards),
+            *self._gathered("reduce_scatter", "sequence", c.tokens * (c.mesh.sequence_ranks - 1), c, backwards)[:1],
+        ]
+
+    def _gathered(self, op: str, axis: str, tokens: int, c: CostContext, calls: int = 1) -> list[Sent]:
+        latents = Sent(op, axis, "latent vectors", tokens * self.width * c.b, calls)
+        return [latents, Sent(op, axis, "index keys", tokens * self.index_dim * c.b, calls)]
+
+    def _prompt(self, c: CostContext) -> list[Sent]:
+        """Return what the chunks of a prompt send: their tokens to all ranks, and those before them over the ring."""
+        sent, past, chunk = list[Sent](), 0, c.job.prefill_chunk
+        for tokens, count in c.job.prompt_chunks:
+            for _ in range(count):
+                if not is_sharded(c.layout, tokens):
+                    sent += self._few(c, tokens, past + tokens)
+                else:
+                    mine = c.layout.local_length(tokens) * c.sequences
+                    sent += self._gathered("all_gather", "sequence", mine * (c.mesh.sequence_ranks - 1), c)
+                    if past and c.mesh.ring > 1:
+                        held = max(tokens_per_rank(c.layout, past, chunk=chunk)) * c.sequences
+                        sent += self._gathered("all_gather", "ring", held * (c.mesh.ring - 1), c)
+                past += tokens
+        return sent
+
+    def _few(self, c: CostContext, tokens: int, length: int) -> list[Sent]:
+        """Return what a few new tokens, the last of `length`, send over a ring, in fp32."""
+        others, new = c.mesh.ring - 1, c.sequences * tokens
+        if not others:
+            return []
+        if c.job.mode == "decode":  # ranks stay balanced
+            held = -(-length // c.mesh.ring)
+        else:
+            held = max(tokens_per_rank(c.layout, length, chunk=c.job.prefill_chunk))
+        outputs = new * self.q_heads * (self.rank + 1) * 4 * others
+        scores = [Sent("all_gather", "ring", "scores of the indexer", new * held * INDEX_BYTES * others)]
+        return [*scores[: self.index_heads], Sent("all_gather", "ring", "O and log-sum-exp of all parts", outputs)]
+
+    # Memory.
+
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
+        """Return the bytes of latent vectors and index keys of a ring rank's tokens, on each of its Ulysses ranks."""
+        tokens = tokens_per_rank(c.layout, c.job.context, generated, 0, chunk or c.job.prefill_chunk)
+        each = c.sequences * self.cached_per_token * c.b
+        return [n * each for n in tokens for _ in range(c.mesh.ulysses)]
+
+    def saved(self, c: CostContext) -> int:
+        """Return the bytes of queries, those over latent vectors, both outputs, all ranks' vectors and the choice."""
+        heads = self.q_heads * (self.head_dim + self.width + self.rank + self.v_head_dim)
+        chosen = INDEX_BYTES * self.seen(c.job.context) if self.index_heads else 0
+        return c.b * (heads + c.mesh.sequence_ranks * self.width) + chosen
+
+    def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:
+        queries = c.tokens * self.q_heads * (self.head_dim + self.width) * c.b
+        return queries, c.tokens * self.q_heads * (self.rank + self.v_head_dim) * c.b, 0
+
+    def ring_buffers(self, c: CostContext) -> Buffers:
+        """Return the vectors of all ranks, received and in order, and a tile."""
+        tokens = c.job.context * c.sequences
+        return Buffers(2 * tokens * (self.width + self.index_dim) * c.b, self._tile(c))
+
+    def backward_buffers(self, c: CostContext) -> Buffers:
+        """Return the gradients of all ranks' vectors, which the reduce-scatter sums, those of queries, and a tile."""
+        tokens = c.job.context * c.sequences
+        queries = c.tokens * self.q_heads * (self.width + self.head_dim + self.rank) * c.b
+        return Buffers(tokens * self.width * (4 + c.b), queries + self._tile(c))
+
+    # Limits.
+
+    def ulysses_refusal(self, job: Job) -> str | None:
+        t = job.parallel.tensor
+        if t > 1:
+            return f"tensor={t}: latent attention with an indexer is sharded by tokens only; use `ulysses` or `ring`"
+        return None
+
+
+@dataclass(frozen=True)
+class ChosenBlocks(Indexed):
+    """Attention to chosen blocks of keys (MiniMax-M3); `width` are the keys and values of all KV heads, `top_k` tokens.
+
+    It is trained and scored, and does not generate.
+    """
+
+    @property
+    def name(self) -> str:
+        return "blocks"
+
+    @property
+    def _of_chosen(self) -> float:
+        return 2.0 * self.q_heads * (self.head_dim + self.v_head_dim)
+
+    def saved(self, c: CostContext) -> int:
+        heads = self.q_heads * (self.head_dim + 2 * self.v_head_dim) + self.width
+        return c.b * (heads + c.mesh.sequence_ranks * self.width) + 8 * self.rank
+
+    def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:
+        queries, out = self.q_heads * self.head_dim + self.width, self.q_heads * self.v_head_dim
+        return c.tokens * queries * c.b, c.tokens * out * c.b, 0
+
+
+@dataclass(frozen=True)
+class Compressed(Indexed):
+    """A window of tokens and compressed entries (DeepSeek-V4), all or the best `top_k`; keys are values of one head.
+
+    `width` and `rank` are the head's. It is trained and scored, and does not generate.
+
+    Attributes:
+        rate: tokens that an entry stands for.
+        window_tokens: of the window.
+        projected: elements per token of each of a compressor's two projections.
+        index_projected: the same of the indexer's.
+    """
+
+    rate: int = 1
+    window_tokens: int = 0
+    projected: int = 0
+    index_projected: int = 0
+
+    @property
+    def name(self) -> str:
+        return "compressed"
+
+    @property
+    def cached_per_token(self) -> int:
+        return 0
+
+    def seen(self, context: int) -> int:
+        entries = context // self.rate
+        return min(context, self.window_tokens) + (min(entries, self.top_k) if self.index_heads else entries)
+
+    def flops(self, job: Job, times: float) -> float:
+        scored, attended = self._pairs_of(((0, job.context),))
+        once = times / (3.0 if job.mode == "train" else 1.0)
+        return job.batch * (times * attended * self._of_chosen + once * scored * self._of_scored)
+
+    def max_flops(self, c: CostContext) -> float:
+        pairs = [self._pairs_of(c.layout.spans(c.job.context, rank)) for rank in range(c.layout.size)]
+        scored, attended = max(pairs)
+        return c.sequences * (attended * self._of_chosen + scored * self._of_scored)
+
+    def _pairs_of(self, spans: tuple[tuple[int, int], ...]) -> tuple[float, float]:
+        """Return the pairs of queries in these spans with entries that they see, and with keys that they attend to."""
+        seen, _ = _pairs(spans, 1)
+        best = _pairs(spans, self.top_k * self.rate)[1] if self.index_heads else seen
+        return seen / self.rate, _pairs(spans, self.window_tokens)[1] + best / self.rate
+
+    def sent(self, c: CostContext) -> list[Sent]:
+        others = c.tokens * (c.mesh.sequence_ranks - 1) * c.b
+        if not others or c.mesh.sequence_ranks == 1 or c.job.mode == "decode" or c.job.prompt_chunks:
+            return []
+        forwards, backwards = c.job.layer_passes
+        widths = ("keys of the window", self.width, 1), ("projections of a compressor", self.projected, 2)
+        sent = [Sent("all_gather", "sequence", what, others * width, n * forwards) for what, width, n in widths]
+        sent += [Sent("reduce_scatter", "sequence", what, others * width, n * backwards) for what, width, n in widths]
+        return [*sent, Sent("all_gather", "sequence", "index keys", others * self.index_projected, 2 * forwards)]
+
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
+        return [0] * c.mesh.sequence_ranks
+
+    def saved(self, c: CostContext) -> int:
+        """Return an estimate: what attention saves, and two projections of all tokens with their softmax in fp32."""
+        chosen = INDEX_BYTES * self.top_k if self.index_heads else 0
+        of_all = c.b * self.width + 2 * self.projected * (2 * c.b + 4)
+        return c.b * 3 * self.q_heads * self.width + c.mesh.sequence_ranks * of_all + chosen
+
+    def ring_buffers(self, c: CostContext) -> Buffers:
+        elements = self.width + 2 * self.projected + 2 * self.index_projected
+        return Buffers(2 * c.job.context * c.sequences * elements * c.b, self._tile(c))
+
+    def backward_buffers(self, c: CostContext) -> Buffers:
+        of_all = c.job.context * c.sequences * (self.width + 2 * self.projected) * (4 + c.b)
+        return Buffers(of_all, c.tokens * 2 * self.q_heads * self.width * c.b + self._tile(c))
+
+
+def _pairs(spans: tuple[tuple[int, int], ...], top_k: int) -> tuple[float, float]:
+    """Return the (query, key) pairs of causal queries in these spans, and those within the best `top_k` of each."""
+    every = sum((a + 1 + b) * (b - a) / 2 for a, b in spans)
+    short = [(a, min(b, top_k)) for a, b in spans if a < top_k]  # queries that see all of their past
+    whole = sum((a + 1 + b) * (b - a) / 2 for a, b in short)
+    return every, whole + top_k * sum(max(0, b - max(a, top_k)) for a, b in spans)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_pairs(layout: Layout, n: int, top_k: int) -> tuple[float, float]:
+    return max(_pairs(layout.spans(n, rank), top_k) for rank in range(layout.size))
