@@ -26,8 +26,8 @@ from longspan.attn.methods.dsp import DynamicSharding
 from longspan.comm.collectives import all_gather
 from longspan.comm.reshard import gather_along, shard_sizes
 from longspan.diffusion import attention
-from longspan.diffusion.families import FAMILIES
 from longspan.diffusion.latte import FRAMES, PATCHES, along
+from longspan.diffusion.structure import Attention
 from longspan.diffusion.tokens import Tokens
 from tests.counting import count_sent
 
@@ -97,10 +97,10 @@ class Step:
         self.shards = longspan.dsp(sp, self.attends, sizes)
         if method == "Ulysses":
             self.shards = DynamicSharding(sp, sizes, (FRAMES,) * len(self.blocks))
-            tokens = Tokens(sp, FAMILIES["WanTransformer3DModel"])  # one stream of tokens
-            tokens.lengths = {"hidden_states": frames}
+            tokens = Tokens(sp)
+            tokens.lengths = (frames,)  # one stream of tokens
             for i, block in enumerate(self.model.temporal_transformer_blocks):
-                attention.bind(block.attn1, f"block {i}", tokens)
+                attention.bind(block.attn1, f"block {i}", [Attention((0,), (0,))], tokens)
         self.x_BTSC, grad = torch.randn(1, frames, patches, channels), torch.randn(1, frames, patches, channels)
         self.grad = self.shards.shard(grad, -1)
         self.text, self.time = torch.randn(1, TEXT, channels), torch.randn(1, 6 * channels)

@@ -66,7 +66,7 @@ def verify_meshes(check: Any, name: str, ranks: int, pools: Pools) -> list[str]:
 
 
 def _line(text: str) -> str:
-    return text.strip().rpartition("\n")[2][:200]
+    return text.strip().rpartition("\n")[2].strip()[:200]
 
 
 def main(family: tuple[str, ...] = (), again: bool = False) -> None:
@@ -131,7 +131,7 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
         reasons.setdefault(_reason(_line(row["accepted"][1])), []).append(family)
     missing = dict[str, list[str]]()
     for family, row in unbuilt.items():
-        missing.setdefault(_line(row["accepted"][1]).replace("|", "\\|"), []).append(family)
+        missing.setdefault(_escaped(_line(row["accepted"][1])), []).append(family)
     why = [[reason, _names(families)] for reason, families in sorted(reasons.items(), key=lambda item: -len(item[1]))]
     kinds = [row[name][0] for row in run.values() for name in CASES if name in row]
     return f"""# Models
@@ -228,7 +228,12 @@ def _cell(kind: str, text: str) -> str:
     if kind == "equal":
         return kind
     why = _line(text).split(": ", 1)[-1].split(". ")[0] if kind == "plain" else re.split("[;,] ", _line(text))[0]
-    return f"{kind}: {why}".replace("|", "\\|")
+    return _escaped(f"{kind}: {why}")
+
+
+def _escaped(text: str) -> str:
+    """Return a text that is no end of a cell, nor a link, in Markdown."""
+    return re.sub(r"([|\[\]])", r"\\\1", text)
 
 
 def _reason(text: str) -> str:

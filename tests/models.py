@@ -520,3 +520,21 @@ def _each_alone(model: Any, family: str, whole: dict[str, Any], sizes: tuple[int
 def truth_about(family: str, changes: tuple[tuple[str, Any], ...] = (), inputs: Any = inputs_of, *args: Any) -> Truth:
     """Return `truth_of` a family, computed once by the test process and sent to the ranks."""
     return truth_of(build(family, **dict(changes)), inputs(family, *args))
+
+
+def packed(family: str) -> dict[str, Any]:
+    whole = {name: x[:2] for name, x in inputs_of(family).items()}
+    positions = torch.cat([torch.arange(k) for k in (5, 9, 7)])
+    return {**whole, "labels": whole["labels"].flip(0), "position_ids": torch.stack([positions, torch.arange(21)])}
+
+
+def with_holes(family: str) -> dict[str, Any]:
+    """A row of padding alone, zeros between ones, padding at either end, and labels in the holes."""
+    whole = inputs_of(family)
+    mask = torch.ones_like(whole["input_ids"])
+    mask[0], mask[1, :4], mask[1, 9:12], mask[2, 5], mask[3, 3:8], mask[3, 18:] = 0, 0, 0, 0, 0, 0
+    whole["labels"] = whole["labels"].flip(0)
+    whole["labels"][0], whole["labels"][3, 18:] = -100, -100
+    if family in MASKED:
+        whole["labels"][1, :4] = -100
+    return {**whole, "attention_mask": mask}

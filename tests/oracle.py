@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
@@ -293,3 +294,23 @@ def errors(case: Case, found: dict[str, Tensor], truth: dict[str, Tensor] | None
     """Return the error of each of `found` (out, dq, dk, dv, dsinks) in `units`, against the oracle or `truth`."""
     expected, size = truth or truth_of(case), sizes_of(case)
     return {name: units(y, expected[name], size[name], case.dtype) for name, y in found.items()}
+
+
+def plain_divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float, top_k: int | None) -> Tensor:
+    """Return each token's divergence, from logits `[..., V]`: TRL's formulas, and its bucket for all other tokens."""
+    log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (student, teacher))
+    if top_k is not None:
+        index = log_q.sort(dim=-1, descending=True, stable=True).indices
+        chosen, rest = index[..., :top_k], index[..., top_k:]
+        log_p, log_q = (
+            torch.cat([x.gather(-1, chosen), x.gather(-1, rest).logsumexp(-1, keepdim=True)], -1)
+            for x in (log_p, log_q)
+        )
+    if beta == 0:
+        return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    if beta == 1:
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    weights = torch.tensor([1 - beta, beta], dtype=log_p.dtype).log()
+    log_m = torch.logsumexp(torch.stack([log_p + weights[0], log_q + weights[1]]), 0)
+    of_q, of_p = (F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_q, log_p))
+    return beta * of_q + (1 - beta) * of_p

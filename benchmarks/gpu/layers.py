@@ -19,12 +19,12 @@ import longspan
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, Row, Setup, written
 from benchmarks.gpu.steps import BF16, FULL, WIDE, Step, device_hardware, fake_step, first_rank, measure, trained
 from longspan.core.memory import FASTEST, Memory
+from longspan.diffusion.small import Draw, make_inputs
 from longspan.hf.state import state_of
 from longspan.plan import Job, longest_context
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.names import find_config
 from longspan.plan.shape import Tuning
-from longspan.verify.latents import INPUTS, Draw
 from tests.diffusion.diffusing import make_model
 from tests.fakes import fake_world
 from tests.hf import pictures
@@ -169,7 +169,8 @@ def _video(setup: Setup, sp: longspan.SequenceSharding) -> Callable[[], object]:
     changes: dict[str, Any] = setup.size({"num_attention_heads": 16, "attention_head_dim": 128, "ffn_dim": 8192}, {})
     model = longspan.parallelize(make_model(name, **changes).to(setup.device, dtype), sp, fsdp=False)
     generator, grid = torch.Generator().manual_seed(0), setup.size((8, 30, 52), (5, 3, 5))
-    inputs = INPUTS[name](Draw(model.config, 1, grid, generator, torch.device(setup.device), dtype))
+    text, device = setup.size(512, 7), torch.device(setup.device)
+    inputs = make_inputs(type(model), Draw(model.config, 1, grid, text, generator, device, dtype), "BCFHW")
     return lambda: _backward(model(**inputs, return_dict=False)[0])
 
 

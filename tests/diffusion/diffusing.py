@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import longspan
 from longspan.diffusion import small
+from longspan.diffusion.check import run as run_small
 from longspan.diffusion.check import small_copy
 from longspan.diffusion.small import Draw, Inputs
 
@@ -157,3 +162,46 @@ def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()} | {key: x.grad for key, x in tensors.items()}
     return {"output": out.detach(), **{name: grad for name, grad in grads.items() if grad is not None}}
+
+
+def sharding(**axes: int) -> longspan.SequenceSharding:
+    mesh = longspan.init_mesh(**(axes or {"ulysses": dist.get_world_size()}), device_type="cpu")
+    return longspan.SequenceSharding(mesh)
+
+
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        mine = actual[name]
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        # Models compute norms and rotations in fp32. A key's bias has gradient 0, up to rounding.
+        torch.testing.assert_close(
+            mine, x, rtol=2e-5, atol=1e-5 * float(x.abs().max()) + 1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+MESHES: dict[int, list[dict[str, int]]] = {
+    2: [{"ulysses": 2}, {"ring": 2}],
+    4: [{"ulysses": 4}, {"ring": 4}, {"ring": 2, "ulysses": 2}],
+}
+
+
+def small_on_meshes(name: str, meshes: list[dict[str, int]], *sizes: Any) -> None:
+    """Compare a class with one process on meshes; `sizes` are those of `small_case`."""
+    model, inputs = small_case(name, *sizes)
+    expected = run_small(copy.deepcopy(model), inputs)
+    exact = next(model.parameters()).dtype == torch.float64
+    for i, axes in enumerate(meshes):
+        sharded = longspan.parallelize(copy.deepcopy(model), sharding(**axes), fsdp=bool(i % 2))
+        found = run_small(sharded, inputs)
+        if exact:
+            compare(found, expected)
+            continue
+        largest = max(float(x.abs().max()) for key, x in expected.items() if not key.startswith("output"))
+        for key, x in expected.items():
+            mine = found[key]
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            scale = max(float(x.abs().max()), 1e-2 * largest)
+            torch.testing.assert_close(
+                mine, x, rtol=1e-3, atol=1e-3 * scale, msg=lambda text, key=key: f"{key}: {text}"
+            )

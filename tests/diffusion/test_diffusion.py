@@ -19,13 +19,22 @@ from torch.distributed.tensor import DTensor
 import longspan
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
-from longspan.diffusion import check
 from longspan.diffusion.attention import ShardedAttention, attend
 from longspan.diffusion.structure import Attention
 from longspan.diffusion.tokens import Tokens
 from tests.choose import confirming
 from tests.counting import count_sent
-from tests.diffusion.diffusing import CLASSES, CONFIGS, make_inputs, make_model, run, small_case
+from tests.diffusion.diffusing import (
+    CLASSES,
+    CONFIGS,
+    MESHES,
+    compare,
+    make_inputs,
+    make_model,
+    run,
+    sharding,
+    small_on_meshes,
+)
 from tests.models import build
 from tests.pool import RankPool, on_ranks
 
@@ -36,22 +45,6 @@ pytest.importorskip("diffusers")
 
 IN_THOUSANDTHS = ("FluxTransformer2DModel", "QwenImageTransformer2DModel")
 """Models whose time steps are between 0 and 1."""
-
-
-def _sharding(**axes: int) -> longspan.SequenceSharding:
-    mesh = longspan.init_mesh(**(axes or {"ulysses": dist.get_world_size()}), device_type="cpu")
-    return longspan.SequenceSharding(mesh)
-
-
-def _compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        mine = actual[name]
-        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        # Models compute norms and rotations in fp32. A key's bias has gradient 0, up to rounding.
-        torch.testing.assert_close(
-            mine, x, rtol=2e-5, atol=1e-5 * float(x.abs().max()) + 1e-9, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def _equals_one_process(
@@ -66,8 +59,8 @@ def _equals_one_process(
     expected = run(copy.deepcopy(model), make_inputs(name) | changes)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    model = longspan.parallelize(model, _sharding(**(axes or {})), fsdp=fsdp)
-    _compare(run(model, make_inputs(name) | changes), expected)
+    model = longspan.parallelize(model, sharding(**(axes or {})), fsdp=fsdp)
+    compare(run(model, make_inputs(name) | changes), expected)
 
 
 def _some(*names: str) -> list[Any]:
@@ -125,7 +118,7 @@ def test_bf16_is_as_exact_as_on_one_rank(name: str) -> None:
     exact, one = copy.deepcopy(model).double(), copy.deepcopy(model)
     expected = run(exact, {key: _to(x, torch.float64) for key, x in rounded.items()})
     own = _errors(run(one, rounded), expected)
-    sharded = longspan.parallelize(model, _sharding())
+    sharded = longspan.parallelize(model, sharding())
     found = _errors(run(sharded, {key: _to(x, torch.bfloat16) for key, x in rounded.items()}), expected)
     assert own["output"] < 0.02
     assert found["output"] < 1.1 * own["output"] and found["gradients"] < 1.1 * own["gradients"], (found, own)
@@ -154,7 +147,7 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 @on_ranks(2)
 def test_each_rank_keeps_its_tokens(name: str) -> None:
     """The mean over the tokens of all ranks is one process's loss, and so are its gradients."""
-    sp = _sharding()
+    sp = sharding()
     results = []
     for sharded in (False, True):
         model: Any = make_model(name)
@@ -169,12 +162,12 @@ def test_each_rank_keeps_its_tokens(name: str) -> None:
         grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
         grads["hidden_states"] = inputs["hidden_states"].grad
         results.append({"loss": loss.detach(), **grads})
-    _compare(results[1], results[0])
+    compare(results[1], results[0])
 
 
 @on_ranks(2)
 def test_a_target_of_another_shape_raises() -> None:
-    sp = _sharding()
+    sp = sharding()
     plain, inputs = make_model("LatteTransformer3DModel"), make_inputs("LatteTransformer3DModel")
     inputs["enable_temporal_attentions"] = False  # frames stay sharded
     model: Any = longspan.parallelize(copy.deepcopy(plain), sp, gather_output=False)
@@ -197,10 +190,10 @@ def _on_every_mesh(name: str) -> None:
         config, changes = _wide(name) if ranks // data == 8 else ({}, {})
         model: Any = make_model(name, **config)
         expected = run(copy.deepcopy(model), make_inputs(name) | changes)
-        sharded = longspan.parallelize(model, _sharding(data=data, ulysses=ranks // data), fsdp=data < 4)
+        sharded = longspan.parallelize(model, sharding(data=data, ulysses=ranks // data), fsdp=data < 4)
         actual = run(sharded, make_inputs(name) | changes)
         of_model = {"output", *(key for key, _ in model.named_parameters())}
-        _compare({key: x if key in of_model else x * data for key, x in actual.items()}, expected)
+        compare({key: x if key in of_model else x * data for key, x in actual.items()}, expected)
 
 
 def _wide(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,33 +216,6 @@ def check_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str)
 @pytest.mark.parametrize(("ranks", "name"), confirming((ranks, name) for ranks in (2, 4, 8) for name in CONFIGS))
 def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
     check_every_mesh(get_pool, ranks, name)
-
-
-def small_on_meshes(name: str, meshes: list[dict[str, int]], *sizes: Any) -> None:
-    """Compare a class with one process on meshes; `sizes` are those of `small_case`."""
-    model, inputs = small_case(name, *sizes)
-    expected = check.run(copy.deepcopy(model), inputs)
-    exact = next(model.parameters()).dtype == torch.float64
-    for i, axes in enumerate(meshes):
-        sharded = longspan.parallelize(copy.deepcopy(model), _sharding(**axes), fsdp=bool(i % 2))
-        found = check.run(sharded, inputs)
-        if exact:
-            _compare(found, expected)
-            continue
-        largest = max(float(x.abs().max()) for key, x in expected.items() if not key.startswith("output"))
-        for key, x in expected.items():
-            mine = found[key]
-            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
-            scale = max(float(x.abs().max()), 1e-2 * largest)
-            torch.testing.assert_close(
-                mine, x, rtol=1e-3, atol=1e-3 * scale, msg=lambda text, key=key: f"{key}: {text}"
-            )
-
-
-MESHES: dict[int, list[dict[str, int]]] = {
-    2: [{"ulysses": 2}, {"ring": 2}],
-    4: [{"ulysses": 4}, {"ring": 4}, {"ring": 2, "ulysses": 2}],
-}
 
 
 def check_class(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
@@ -281,7 +247,7 @@ MASKS = {"none": None, "keys": (B, 1, 1, S), "pairs": (S, S), "heads": (B, H, S,
 @on_ranks(4)
 def test_attention_of_two_streams(mask: str, causal: bool) -> None:
     """Masks are in the order of a processor: all text tokens, then all of the video."""
-    sp = _sharding()
+    sp = sharding()
     tokens = Tokens(sp)
     tokens.lengths = LENGTHS
     call = Attention((0, 1), (0, 1))
@@ -346,21 +312,21 @@ def test_gradients_accumulate(fsdp: bool) -> None:
     grads = []
     for sharded in (False, True):
         model: Any = make_model(name)
-        model = longspan.parallelize(model, _sharding(), fsdp=fsdp) if sharded else model
+        model = longspan.parallelize(model, sharding(), fsdp=fsdp) if sharded else model
         with longspan.no_sync(model) if sharded else contextlib.nullcontext():
             model(**inputs).sample.square().sum().backward()
         model(**inputs).sample.sum().backward()
         grads.append({key: p.grad for key, p in model.named_parameters()})
-    _compare(grads[1], grads[0])
+    compare(grads[1], grads[0])
 
 
 @on_ranks(2)
 def test_compiled_blocks() -> None:
     """Attention between ranks and the split of tokens run as they are."""
     expected = run(make_model("WanTransformer3DModel", num_layers=1), make_inputs("WanTransformer3DModel"))
-    model: Any = longspan.parallelize(make_model("WanTransformer3DModel", num_layers=1), _sharding(), fsdp=False)
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel", num_layers=1), sharding(), fsdp=False)
     model.blocks[0].compile(backend="eager")
-    _compare(run(model, make_inputs("WanTransformer3DModel")), expected)
+    compare(run(model, make_inputs("WanTransformer3DModel")), expected)
 
 
 @on_ranks(2)
@@ -368,19 +334,19 @@ def test_a_backward_that_raised_changes_no_later_one() -> None:
     """As one that ran out of memory."""
     name = "WanTransformer3DModel"
     expected = run(make_model(name), make_inputs(name))
-    model: Any = longspan.parallelize(make_model(name), _sharding(), fsdp=False)
+    model: Any = longspan.parallelize(make_model(name), sharding(), fsdp=False)
     fault = model.blocks[0].attn1.to_q.weight.register_hook(lambda grad: grad.view(-1, 7))
     with pytest.raises(RuntimeError, match="shape"):
         model(**make_inputs(name)).sample.sum().backward()
     fault.remove()
     model.zero_grad()
-    _compare(run(model, make_inputs(name)), expected)
+    compare(run(model, make_inputs(name)), expected)
 
 
 @on_ranks(4)
 def test_replicas_average_their_gradients() -> None:
     """Each replica makes the loss of its own batch, as in data parallelism."""
-    sp = _sharding(data=2, ulysses=2)
+    sp = sharding(data=2, ulysses=2)
     expected: dict[str, Tensor] = {}
     for replica in range(2):
         model, inputs = make_model("WanTransformer3DModel"), _other_inputs(replica)
@@ -393,7 +359,7 @@ def test_replicas_average_their_gradients() -> None:
     for fsdp in (False, True):
         model = longspan.parallelize(make_model("WanTransformer3DModel"), sp, fsdp=fsdp)
         actual = run(model, _other_inputs(sp.data_rank))
-        _compare(actual, expected)
+        compare(actual, expected)
 
 
 def _other_inputs(seed: int) -> Any:
@@ -411,11 +377,11 @@ def test_a_recomputed_block_sees_the_lengths_of_its_forward() -> None:
         model: Any = make_model("HunyuanVideoTransformer3DModel")
         model.enable_gradient_checkpointing()
         if sharded:
-            model = longspan.parallelize(model, _sharding(), fsdp=False)
+            model = longspan.parallelize(model, sharding(), fsdp=False)
         losses = [model(**inputs).sample.square().sum() for inputs in (large, small)]
         sum(losses).backward()  # type: ignore[union-attr]
         grads.append({name: p.grad for name, p in model.named_parameters()})
-    _compare(grads[1], grads[0])
+    compare(grads[1], grads[0])
 
 
 @pytest.mark.parametrize("name", ["WanTransformer3DModel", "QwenImageTransformer2DModel"])
@@ -423,7 +389,7 @@ def test_a_recomputed_block_sees_the_lengths_of_its_forward() -> None:
 def test_a_checkpoint_saves_this_ranks_tokens_only(name: str) -> None:
     model: Any = make_model(name)
     model.enable_gradient_checkpointing()
-    model = longspan.parallelize(model, _sharding(), fsdp=False)
+    model = longspan.parallelize(model, sharding(), fsdp=False)
     seen, inner = [], model._gradient_checkpointing_func
 
     def checkpoint(block: Any, *args: Any) -> Any:
@@ -440,7 +406,7 @@ def test_a_checkpoint_saves_this_ranks_tokens_only(name: str) -> None:
 @on_ranks(4)
 def test_latte_sends_what_the_formula_says(temporal: bool) -> None:
     """One switch of N*d/P * (P-1)/P elements between blocks that attend along different dimensions."""
-    model: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), _sharding(), check_batches=0, fsdp=False)
+    model: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), sharding(), check_batches=0, fsdp=False)
     inputs = make_inputs("LatteTransformer3DModel")
     batch, _, frames, height, width = (2, 3, 8, 8, 6)
     inputs |= {"hidden_states": torch.randn(batch, 3, frames, height, width, dtype=torch.float64)}
@@ -458,7 +424,7 @@ def test_latte_sends_what_the_formula_says(temporal: bool) -> None:
 @on_ranks(2)
 def test_attention_sends_what_the_formula_says() -> None:
     """Ulysses: q, k and v in one all-to-all, the output in another."""
-    model: Any = longspan.parallelize(make_model("FluxTransformer2DModel"), _sharding(), check_batches=0, fsdp=False)
+    model: Any = longspan.parallelize(make_model("FluxTransformer2DModel"), sharding(), check_batches=0, fsdp=False)
     with torch.no_grad(), count_sent() as log:
         model(**make_inputs("FluxTransformer2DModel"))
     image, text = ((8, 3), (7, 2))[dist.get_rank()]
@@ -485,11 +451,11 @@ def test_lora_trains_its_adapters_only(name: str) -> None:
         torch.manual_seed(3)
         for p in model.parameters():
             p.data = torch.randn_like(p) / 4 if p.requires_grad else p.data
-        model = longspan.parallelize(model, _sharding()) if sharded else model
+        model = longspan.parallelize(model, sharding()) if sharded else model
         model(**make_inputs(name), **scale).sample.square().sum().backward()
         grads.append({key: p.grad for key, p in model.named_parameters() if p.requires_grad})
     assert len(grads[0]) >= 8 and all(float(grad.abs().max()) > 0 for grad in grads[0].values())
-    _compare(grads[1], grads[0])
+    compare(grads[1], grads[0])
 
 
 @on_ranks(2)
@@ -498,7 +464,7 @@ def test_sampling_between_backward_and_step() -> None:
     grads = []
     for sharded in (False, True):
         model: Any = make_model("WanTransformer3DModel")
-        model = longspan.parallelize(model, _sharding()) if sharded else model
+        model = longspan.parallelize(model, sharding()) if sharded else model
         optimizer, inputs = torch.optim.SGD(model.parameters(), lr=1e-3), make_inputs("WanTransformer3DModel")
         for _ in range(2):
             optimizer.zero_grad()
@@ -507,7 +473,7 @@ def test_sampling_between_backward_and_step() -> None:
                 model(**inputs)
             optimizer.step()
         grads.append({name: p.grad for name, p in model.named_parameters()})
-    _compare(grads[1], grads[0])
+    compare(grads[1], grads[0])
 
 
 @pytest.mark.parametrize("name", _some("LatteTransformer3DModel", "QwenImageTransformer2DModel"))
@@ -519,7 +485,7 @@ def test_denoising_computes_the_same_video(name: str) -> None:
     videos = []
     for sharded in (False, True):
         model: Any = make_model(name).eval()
-        model = longspan.parallelize(model, _sharding()) if sharded else model
+        model = longspan.parallelize(model, sharding()) if sharded else model
         scheduler = FlowMatchEulerDiscreteScheduler()
         scheduler.set_timesteps(3)
         inputs = make_inputs(name)
@@ -543,7 +509,7 @@ def test_a_rank_with_other_inputs_is_named() -> None:
     model: Any = make_model("WanTransformer3DModel")
     # In the order of a set, which Python's hash seed decides: it differs between torchrun's ranks.
     model.register_to_config(_use_default_values=["eps", "qk_norm"][:: 1 - 2 * dist.get_rank()])
-    model = longspan.parallelize(model, _sharding())
+    model = longspan.parallelize(model, sharding())
     inputs = make_inputs("WanTransformer3DModel")
     if dist.get_rank() == 1:
         inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
@@ -571,7 +537,7 @@ def test_a_rank_with_other_inputs_is_named() -> None:
 @on_ranks(4)
 def test_a_refusal_of_one_replica_is_shared() -> None:
     """Before the forward: the other replica would wait in a gather of weights."""
-    sp = _sharding(data=2, ulysses=2)
+    sp = sharding(data=2, ulysses=2)
     for name, changes in (
         ("LTXVideoTransformer3DModel", {"hidden_states": torch.zeros(2, 1, 6), "height": 1, "width": 1}),
         ("WanTransformer3DModel", {"hidden_states": torch.zeros(2, 3, 1, 2, 2)}),
@@ -586,7 +552,7 @@ def test_a_refusal_of_one_replica_is_shared() -> None:
 
 @on_ranks(2)
 def test_refused_calls() -> None:
-    sp, video = _sharding(), torch.zeros(2, 3, 5, 6, 10, dtype=torch.float64)
+    sp, video = sharding(), torch.zeros(2, 3, 5, 6, 10, dtype=torch.float64)
     wan: Any = longspan.parallelize(make_model("WanTransformer3DModel"), sp, fsdp=False)
     inputs = make_inputs("WanTransformer3DModel")
     with pytest.raises(LongspanError, match=r"`attention_kwargs` may hold a LoRA `scale` alone, got \['mask'\]"):
@@ -615,7 +581,7 @@ def test_a_size_that_the_patch_size_does_not_divide_is_refused() -> None:
         ("CogVideoXTransformer3DModel", {"patch_size_t": 2, "sample_frames": 13}, (2, 3, 3, 6, 10), 1),
         ("HunyuanVideoTransformer3DModel", {"patch_size_t": 2}, (2, 3, 5, 6, 10), 2),
     ):
-        model: Any = longspan.parallelize(make_model(name, **config), _sharding(ulysses=1))
+        model: Any = longspan.parallelize(make_model(name, **config), sharding(ulysses=1))
         inputs = {**make_inputs(name), "hidden_states": torch.zeros(shape, dtype=torch.float64)}
         with pytest.raises(
             LongspanError, match=rf"dimension {dim} has {shape[dim]} entries, which the patch size 2 doe"
@@ -645,9 +611,9 @@ def test_caches_of_diffusers_are_refused(before: bool) -> None:
         if before:
             apply(model)
             with pytest.raises(LongspanError, match=message):
-                longspan.parallelize(model, _sharding(), fsdp=False)
+                longspan.parallelize(model, sharding(), fsdp=False)
             continue
-        model = longspan.parallelize(model, _sharding(), fsdp=False)
+        model = longspan.parallelize(model, sharding(), fsdp=False)
         apply(model)
         with pytest.raises(LongspanError, match=message):
             model(**make_inputs("WanTransformer3DModel"))
@@ -661,7 +627,7 @@ def test_weights_may_be_stored_in_another_dtype() -> None:
     }
     for sharded in (False, True):
         model: Any = make_model("WanTransformer3DModel").float()
-        model = longspan.parallelize(model, _sharding(), fsdp=False) if sharded else model
+        model = longspan.parallelize(model, sharding(), fsdp=False) if sharded else model
         model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
         outputs.append(model(**inputs).sample)
     torch.testing.assert_close(outputs[1], outputs[0])
@@ -669,7 +635,7 @@ def test_weights_may_be_stored_in_another_dtype() -> None:
 
 @on_ranks(2)
 def test_an_attention_changed_after_parallelize_is_refused() -> None:
-    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(), fsdp=False)
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), sharding(), fsdp=False)
     inputs, attention = make_inputs("WanTransformer3DModel"), model.blocks[0].attn1
     for module in (attention, model.blocks[1].attn2):
         before, module.processor = module.processor, _Mean()
@@ -685,7 +651,7 @@ def test_refused_models() -> None:
     from diffusers import PriorTransformer
     from diffusers.models.attention_processor import AttnProcessor
 
-    sp = _sharding()
+    sp = sharding()
     with pytest.raises(LongspanError, match="PriorTransformer of diffusers cannot be sharded: .*no rule for its argu"):
         longspan.parallelize(PriorTransformer(2, 8, num_layers=1, embedding_dim=8, num_embeddings=3), sp)
     model: Any = make_model("CogVideoXTransformer3DModel")
@@ -703,7 +669,7 @@ def test_refused_models() -> None:
     with pytest.raises(LongspanError, match="gather_output=False is an option of diffusion transformers"):
         longspan.parallelize(build("Llama"), sp, gather_output=False)
     with pytest.raises(LongspanError, match="diffusion transformers have no tensor axis, got tensor=2"):
-        longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(tensor=2))
+        longspan.parallelize(make_model("WanTransformer3DModel"), sharding(tensor=2))
     with pytest.raises(LongspanError, match="has dropout, which would depend on the number of ranks"):
         longspan.parallelize(make_model("CogVideoXTransformer3DModel", dropout=0.1), sp)
     model = longspan.parallelize(make_model("WanTransformer3DModel"), sp)
@@ -715,7 +681,7 @@ def test_refused_models() -> None:
 
 @on_ranks(2)
 def test_sharded_weights_are_gathered_to_save_them() -> None:
-    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding())
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), sharding())
     with pytest.raises(LongspanError, match="save_pretrained cannot save shards"):
         model.save_pretrained("anywhere")
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -729,7 +695,7 @@ def test_sharded_weights_are_gathered_to_save_them() -> None:
 
 @on_ranks(2)
 def test_an_attention_by_another_function_raises() -> None:
-    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(), fsdp=False)
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), sharding(), fsdp=False)
     dispatch = "diffusers.models.transformers.transformer_wan.dispatch_attention_fn"
     with (
         mock.patch(dispatch, lambda query, key, value, **kwargs: value),

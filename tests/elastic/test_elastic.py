@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import random
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,28 +22,12 @@ from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import ALL_TO_ALL_BYTES, CATALOGUE, COMMUNICATOR_BYTES
 from longspan.plan.job import CostContext, Job
 from tests.choose import confirming
+from tests.elastic.samples import IGNORE, Samples, labels_of, samples_of
 from tests.fakes import fake_world
 from tests.models import Run, Truth, build, check_gradients, check_loss, gradients, ropes, sharding, truth_by
 from tests.pool import RankPool, on_ranks
 
-IGNORE = -100
 NCCL_ALONE = "cuda:nccl" if "backend" in inspect.signature(dist.split_group).parameters else None
-
-Samples = list[dict[str, list[int]]]
-
-
-def samples_of(lengths: Sequence[int], seed: int = 3) -> Samples:
-    """Return samples that begin with a prompt without a loss."""
-    draw = random.Random(seed)
-    made = []
-    for n in lengths:
-        ids = [draw.randrange(3, 61) for _ in range(n)]
-        made.append({"input_ids": ids, "labels": [IGNORE] * (n // 4) + ids[n // 4 :]})
-    return made
-
-
-def labels_of(samples: Samples, first: int = 1) -> int:
-    return sum(label != IGNORE for sample in samples for label in sample["labels"][first:])
 
 
 def one_process(model: Any, samples: Samples, first: int = 1) -> Run:

@@ -11,8 +11,7 @@ import argparse
 import random
 import time
 
-from tests.diffusion.diffusing import CLASSES
-from tests.diffusion.test_diffusion import MESHES, small_on_meshes
+from tests.diffusion.diffusing import CLASSES, MESHES, small_on_meshes
 from tests.pool import RankError, RankPool
 
 

@@ -28,8 +28,8 @@ from longspan.verify.runs import fp64_casts
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
 from tests.hf import pictures
-from tests.losses.test_distillation import plain_divergence
 from tests.models import Run, Truth, gradient_excess, gradients, truth_by, widened
+from tests.oracle import plain_divergence
 from tests.pool import RankError, RankHang, RankPool
 from tests.tolerance import excess, excess_of_rows
 from tests.trainers import fitting

@@ -18,8 +18,20 @@ from longspan.core.memory import LONGEST
 from longspan.hf.forward import indexed
 from tests.choose import confirming
 from tests.generate.generating import PROMPT, check_generated, generated, made, parallelized, plain, prompt
-from tests.hf.test_models import _packed, _with_holes
-from tests.models import COMPRESSED, INDEXED, Truth, build, compare, inputs_of, meshes, padded, sharding, truth_of
+from tests.models import (
+    COMPRESSED,
+    INDEXED,
+    Truth,
+    build,
+    compare,
+    inputs_of,
+    meshes,
+    packed,
+    padded,
+    sharding,
+    truth_of,
+    with_holes,
+)
 from tests.pool import RankPool
 
 pytestmark = pytest.mark.versions
@@ -59,10 +71,10 @@ LEFT = functools.partial(padded, side="left")
 RIGHT = functools.partial(padded, side="right")
 FSDP, REPLICATED = {"fsdp": True}, {"fsdp": False}
 CASES: list[Any] = [
-    (4, "DeepseekV32", _packed, [((1, 2, "zigzag"), FSDP)], False),
-    (4, "GlmMoeDsa", _packed, [((1, 4, "contiguous"), REPLICATED)], False),
+    (4, "DeepseekV32", packed, [((1, 2, "zigzag"), FSDP)], False),
+    (4, "GlmMoeDsa", packed, [((1, 4, "contiguous"), REPLICATED)], False),
     (4, "AXK2", RIGHT, [((2, 2, "zigzag"), FSDP)], False),
-    (4, "HYV4", _with_holes, [((1, 1, "auto"), FSDP)], False),
+    (4, "HYV4", with_holes, [((1, 1, "auto"), FSDP)], False),
     (4, "Dots3NoteText", inputs_of, [((1, 2, "zigzag"), REPLICATED)], False),
     (4, "DeepseekV4", RIGHT, [((1, 2, "zigzag"), FSDP)], False),
     (4, "MiniMaxM3VLText", RIGHT, [((1, 4, "zigzag"), FSDP)], False),
@@ -77,11 +89,11 @@ EVERYWHERE = [
     ),
     *((8, f, RIGHT, [((1, 4, "zigzag"), FSDP)], False) for f in (*INDEXED, *COMPRESSED)),
     (2, "DeepseekV4", inputs_of, [((1, 2, "contiguous"), {"memory": Memory(checkpointing="full")})], True),
-    *((4, f, inputs, [((1, 2, "zigzag"), FSDP)], False) for f in INDEXED for inputs in (_packed, LEFT, _with_holes)),
+    *((4, f, inputs, [((1, 2, "zigzag"), FSDP)], False) for f in INDEXED for inputs in (packed, LEFT, with_holes)),
     (
         4,
         "HYV4",
-        _packed,
+        packed,
         [((1, 2, "zigzag"), {"memory": Memory(checkpointing=x)}) for x in ("full", "selective")],
         True,
     ),
@@ -191,7 +203,7 @@ def test_refused_with_a_model() -> None:
             longspan.ShardedCache(model, **options)
     compressed = longspan.parallelize(build("DeepseekV4"), longspan.SequenceSharding(longspan.init_mesh()))
     with pytest.raises(longspan.LongspanError, match="layers.1.self_attn of .* joins neighbouring tokens"):
-        compressed(**_packed("DeepseekV4"))
+        compressed(**packed("DeepseekV4"))
     with pytest.raises(
         longspan.LongspanError, match="layers.1.self_attn attends to chosen blocks or compressed entries"
     ):

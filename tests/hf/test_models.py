@@ -27,20 +27,16 @@ from tests.models import (
     check_loss,
     compare,
     inputs_of,
+    packed,
     padded,
     sharding,
     truth_about,
     truth_of,
+    with_holes,
 )
 from tests.pool import RankPool, on_ranks
 
 pytestmark = pytest.mark.versions
-
-
-def _packed(family: str) -> dict[str, Any]:
-    whole = {name: x[:2] for name, x in inputs_of(family).items()}
-    positions = torch.cat([torch.arange(k) for k in (5, 9, 7)])
-    return {**whole, "labels": whole["labels"].flip(0), "position_ids": torch.stack([positions, torch.arange(21)])}
 
 
 def _run(
@@ -54,20 +50,8 @@ def _run(
 
 
 def _packed_from_2(family: str) -> dict[str, Any]:
-    whole = _packed(family)
+    whole = packed(family)
     return {**whole, "position_ids": whole["position_ids"] + 2}
-
-
-def _with_holes(family: str) -> dict[str, Any]:
-    """A row of padding alone, zeros between ones, padding at either end, and labels in the holes."""
-    whole = inputs_of(family)
-    mask = torch.ones_like(whole["input_ids"])
-    mask[0], mask[1, :4], mask[1, 9:12], mask[2, 5], mask[3, 3:8], mask[3, 18:] = 0, 0, 0, 0, 0, 0
-    whole["labels"] = whole["labels"].flip(0)
-    whole["labels"][0], whole["labels"][3, 18:] = -100, -100
-    if family in MASKED:
-        whole["labels"][1, :4] = -100
-    return {**whole, "attention_mask": mask}
 
 
 def _without_positions(family: str) -> dict[str, Any]:
@@ -122,23 +106,23 @@ CASES = [
     *(_case("padding right", f, RINGS[:1], padded, "right", ranks=2) for f in ("GptOss", "ModernBert")),
     *confirming([_case("padding left", "Llama4Text", [(1, 2, True)], padded, "left")]),
     *confirming([_case("padding right", "Mistral", [(2, 1, True)], padded, "right")]),
-    _case("packed", "Llama", [(1, 1, True), (1, 4, True)], _packed),
-    *confirming(_case("packed", f, [(1, 4, True)], _packed) for f in ("Gemma2", "GPT2", "Mistral")),
-    _case("packed", "Llama4Text", RINGS, _packed),
+    _case("packed", "Llama", [(1, 1, True), (1, 4, True)], packed),
+    *confirming(_case("packed", f, [(1, 4, True)], packed) for f in ("Gemma2", "GPT2", "Mistral")),
+    _case("packed", "Llama4Text", RINGS, packed),
     _case("chunks follow positions", "Llama4Text", RINGS[:1], _packed_from_2),
     *(_case("own positions", f, BOTH, _without_positions, ranks=2) for f in ("Roberta", "OPT")),
     *confirming(_case("own positions", f, BOTH, _without_positions) for f in ("Esm", "BioGpt")),
-    _case("holes", "Llama4Text", BOTH, _with_holes),
-    _case("holes", "Bert", BOTH, _with_holes, ranks=2),
+    _case("holes", "Llama4Text", BOTH, with_holes),
+    _case("holes", "Bert", BOTH, with_holes, ranks=2),
     _case("untied head", "Bert", RINGS[:1], ranks=2, tie_word_embeddings=False),
-    _case("holes", "Qwen3Moe", BOTH, _with_holes, ranks=2, **AUX),
+    _case("holes", "Qwen3Moe", BOTH, with_holes, ranks=2, **AUX),
     _case("router loss", "Qwen3Moe", [(2, 1, True), (1, 4, True)], **AUX),
     _case("router loss", "GptOss", [(2, 2, True), *NO_FSDP], **AUX),
     *confirming([_case("router loss", "Mixtral", [(2, 2, True), *NO_FSDP], **AUX)]),
     *confirming([_case("router loss", "Qwen3Moe", [(1, 1, True), (1, 2, True), (2, 2, True), (2, 1, False)], **AUX)]),
     *confirming(_case(f"router loss, padding {side}", "Qwen3Moe", [(data, 1, True)], padded, side, **AUX)
                 for side, data in (("left", 1), ("right", 2))),
-    _case("router loss, packed", "Mixtral", NO_FSDP, _packed, ranks=2, **AUX),
+    _case("router loss, packed", "Mixtral", NO_FSDP, packed, ranks=2, **AUX),
     # One process computes logits of the labelled tokens alone: the same loss.
     _case("sparse prediction", "ModernBert", RINGS[:1], ranks=2, sparse_prediction=True),
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import longspan
@@ -18,31 +17,12 @@ from longspan.losses.cross_entropy import IGNORE, loss_sum
 from longspan.losses.deferred_logits import Head, VocabShard
 from longspan.losses.divergence import Divergence, largest
 from tests.choose import pairwise
-from tests.elastic.test_elastic import labels_of, samples_of
+from tests.elastic.samples import labels_of, samples_of
 from tests.models import Run, batch, build, check_gradients, check_loss, gradients, on_mesh, rows_of, truth_by
+from tests.oracle import plain_divergence
 from tests.pool import RankPool, on_ranks
 
 T, D, V = 50, 12, 37
-
-
-def plain_divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float, top_k: int | None) -> Tensor:
-    """Return each token's divergence, from logits `[..., V]`: TRL's formulas, and its bucket for all other tokens."""
-    log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (student, teacher))
-    if top_k is not None:
-        index = log_q.sort(dim=-1, descending=True, stable=True).indices
-        chosen, rest = index[..., :top_k], index[..., top_k:]
-        log_p, log_q = (
-            torch.cat([x.gather(-1, chosen), x.gather(-1, rest).logsumexp(-1, keepdim=True)], -1)
-            for x in (log_p, log_q)
-        )
-    if beta == 0:
-        return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
-    if beta == 1:
-        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-    weights = torch.tensor([1 - beta, beta], dtype=log_p.dtype).log()
-    log_m = torch.logsumexp(torch.stack([log_p + weights[0], log_q + weights[1]]), 0)
-    of_q, of_p = (F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_q, log_p))
-    return beta * of_q + (1 - beta) * of_p
 
 
 class _Capped(nn.Module):

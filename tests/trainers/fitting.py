@@ -17,6 +17,7 @@ import longspan
 from longspan.comm.mesh import MeshGroups
 from longspan.plan.shape import Tuning
 from tests.models import build
+from tests.train.chats import WORDS
 
 PAD, IGNORED = 0, -100
 
@@ -178,3 +179,17 @@ def tuned_model(model: Any, tuning: Tuning | None) -> Any:
     return peft.get_peft_model(
         model, peft.LoraConfig(r=tuning.lora, target_modules=list(tuning.targets) or "all-linear")
     )
+
+
+COMMON: dict[str, Any] = {
+    "max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+    "save_strategy": "no",
+    "disable_tqdm": True, "seed": 7, "gradient_checkpointing": False, "bf16": False, "dataloader_pin_memory": False,
+    "max_length": 64,
+}  # fmt: skip
+
+
+def sentence(at: int, least: int = 3, most: int = 17) -> str:
+    g = torch.Generator().manual_seed(at)
+    n = int(torch.randint(least, most, (1,), generator=g))
+    return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=g))

@@ -24,8 +24,7 @@ from tests.choose import confirming
 from tests.models import build
 from tests.pool import RankPool
 from tests.train.chats import tokenizer
-from tests.trainers.fitting import as_launched, quiet
-from tests.trainers.test_trl import COMMON, sentence
+from tests.trainers.fitting import COMMON, as_launched, quiet, sentence
 
 pytestmark = pytest.mark.versions
 

@@ -20,25 +20,12 @@ from tests.choose import confirming
 from tests.hf.pictures import build as build_with_tower
 from tests.models import BASE, build
 from tests.pool import RankPool
-from tests.train.chats import WORDS, image, processor, tokenizer
-from tests.trainers.fitting import as_launched, quiet
+from tests.train.chats import image, processor, tokenizer
+from tests.trainers.fitting import COMMON, as_launched, quiet, sentence
 
 pytestmark = pytest.mark.versions
 
 pytest.importorskip("trl")
-
-COMMON: dict[str, Any] = {
-    "max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True,
-    "save_strategy": "no",
-    "disable_tqdm": True, "seed": 7, "gradient_checkpointing": False, "bf16": False, "dataloader_pin_memory": False,
-    "max_length": 64,
-}  # fmt: skip
-
-
-def sentence(at: int, least: int = 3, most: int = 17) -> str:
-    g = torch.Generator().manual_seed(at)
-    n = int(torch.randint(least, most, (1,), generator=g))
-    return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=g))
 
 
 def rows(kind: str, count: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -79,6 +79,16 @@ def count_tokens_once(trainer: Any, times: int) -> None:
     trainer._generate = counted
 
 
+def draws_by_itself(trainer: Any) -> bool:
+    """Return whether a trainer of TRL has the method that generates completions of its prompts."""
+    return hasattr(trainer, "_generate")
+
+
+def metrics_of(trainer: Any) -> Any:
+    """Return what a trainer of TRL logs with its next record: lists of numbers, by mode and name."""
+    return trainer._metrics
+
+
 def micro_batches(trainer: Any, make: Callable[[], Any]) -> Any:
     """Return the loader of an AsyncGRPOTrainer as `make`, its own method, makes it, before accelerate prepares it."""
     trainer.accelerator.prepare = lambda loader: loader

@@ -89,7 +89,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Tensor], path: str =
         return {key: map_tensors(x, change, f"{path}.{key}" if path else str(key)) for key, x in value.items()}
     if isinstance(value, tuple | list):
         changed = [map_tensors(x, change, f"{path}.{i}" if path else str(i)) for i, x in enumerate(value)]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        return type(value)(changed) if type(value) in (tuple, list) else type(value)(*changed)  # a named tuple
     return value
 
 

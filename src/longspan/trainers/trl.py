@@ -26,7 +26,9 @@ from longspan.comm.collectives import sum_over
 from longspan.compat.friends_api import (
     count_flops_of_replicas,
     count_tokens_once,
+    draws_by_itself,
     fused_head_of,
+    metrics_of,
     micro_batches,
     pictures_of_distillation,
 )
@@ -169,7 +171,7 @@ def _loss_of_completions(trainer: Any, model: Any, inputs: Any, items: Any) -> T
     sums = torch.stack([entropy, (labels[:, 1:] != IGNORE).sum().double() / sp.size])
     sums = sum_over(sums, sp.fsdp_group)
     mode = "train" if trainer.model.training else "eval"
-    trainer._metrics[mode]["entropy"].append(float(sums[0] / sums[1].clamp(min=1)))
+    metrics_of(trainer)[mode]["entropy"].append(float(sums[0] / sums[1].clamp(min=1)))
     return loss
 
 
@@ -186,7 +188,7 @@ def _prepare_distillation(trainer: Any, sp: SequenceSharding) -> None:
             raise LongspanError(message)
     trainer.teacher_model.requires_grad_(False)
     trainer.generation_config.use_cache = True
-    if hasattr(trainer, "_generate"):  # GKD draws the same numbers on every rank: whether to generate is one of them
+    if draws_by_itself(trainer):  # GKD draws the same numbers on every rank: whether to generate is one of them
         set_seed(args.seed + sp.data_rank)
         count_tokens_once(trainer, sp.model_size)
 
@@ -217,7 +219,7 @@ def loss_of_rollouts(trainer: Any, compute: Callable[..., Any]) -> Callable[...,
 
         found = compute(forward, inputs, return_outputs, num_items_in_batch)
         if trainer.aux_loss_enabled:  # summed over all ranks, and divided by replicas
-            trainer._metrics["train"]["aux_loss"][-1] /= trainer.longspan_sp.model_size
+            metrics_of(trainer)["train"]["aux_loss"][-1] /= trainer.longspan_sp.model_size
         return found
 
     return compute_loss

@@ -160,9 +160,7 @@ def _owners_and_parameters(model: nn.Module) -> tuple[dict[str, nn.Module], dict
     parameters: dict[str, Tensor] = {}
     seen = set[int]()  # a tied weight has its first name
     for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is None:
-                continue
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[path] = module
             if id(p) not in seen:
                 seen.add(id(p))
