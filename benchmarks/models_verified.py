@@ -65,8 +65,9 @@ def verify_meshes(check: Any, name: str, ranks: int, pools: Pools) -> list[str]:
     return found
 
 
-def _line(text: str) -> str:
-    return text.strip().rpartition("\n")[2].strip()[:200]
+def _line(text: str, most: int = 200) -> str:
+    """Return the last line of a text, up to so many characters."""
+    return text.strip().rpartition("\n")[2].strip()[:most]
 
 
 def main(family: tuple[str, ...] = (), again: bool = False) -> None:
@@ -128,7 +129,7 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     )
     reasons: dict[str, list[str]] = {}
     for family, row in refused.items():
-        reasons.setdefault(_reason(_line(row["accepted"][1])), []).append(family)
+        reasons.setdefault(_reason(_line(row["accepted"][1], 10_000)), []).append(family)
     missing = dict[str, list[str]]()
     for family, row in unbuilt.items():
         missing.setdefault(_escaped(_line(row["accepted"][1])), []).append(family)
@@ -207,7 +208,7 @@ def _equal(found: dict[str, list[str]], kind: str) -> str:
 
 
 def _names(families: list[str]) -> str:
-    return ", ".join(re.sub("^(causal|types)/", "", family) for family in families)
+    return ", ".join(dict.fromkeys(re.sub("^(causal|types)/", "", family) for family in families))
 
 
 def _table(run: dict[str, dict[str, list[str]]], kind: str) -> str:
@@ -238,6 +239,7 @@ def _escaped(text: str) -> str:
 
 def _reason(text: str) -> str:
     """Return why a model is refused, without the names of model and layer."""
+    text = re.sub(r"^\w+ is an? [\w-]+ model that cannot be sharded: ", "", text)
     text = re.sub(r"^(the embeddings of |every attention layer of |layer [\w.]+ (\(\w+\) )?of )?\w+ ", "", text)
     return re.split(r"[;:,(]", text)[0].strip()
 

@@ -317,7 +317,7 @@ def test_unsupported_models_raise() -> None:
         ),
         (
             transformers.Idefics3ForConditionalGeneration(vision),
-            "is a vision-language model, and only models of tokens",
+            "is a vision-language model that cannot be sharded",
         ),
         (transformers.BertModel(bert), r"layer pooler \(BertPooler\) of BertModel looks at the first token"),
         (transformers.BertForQuestionAnswering(bert), "has the loss ForQuestionAnswering; longspan.parallelize takes"),

@@ -246,7 +246,7 @@ def check_model(
     except LongspanError as error:
         if modality is None or modality in str(error):
             raise
-        raise LongspanError(f"{name} is {modality}, and only models of tokens are supported: {error}") from error
+        raise LongspanError(f"{name} is {modality} that cannot be sharded: {error}") from error
 
 
 def _check_family(model: PreTrainedModel, name: str) -> None:
