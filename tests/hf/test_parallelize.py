@@ -295,16 +295,11 @@ def test_unsupported_models_raise() -> None:
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=11, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1,
     )  # fmt: skip
-    vision = transformers.Idefics3Config(
-        text_config={
-            "model_type": "llama", "vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        },
-        vision_config={
-            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "image_size": 8, "patch_size": 4,
-        },
-    )  # fmt: skip
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.BlipConfig(
+        text_config={**small, "vocab_size": 11, "encoder_hidden_size": 16},
+        vision_config={**small, "image_size": 8, "patch_size": 4},
+    )
     bert = build("Bert").config
     encoder_decoder = "is an encoder-decoder: the cross attention"
     for model, text in (
@@ -316,8 +311,8 @@ def test_unsupported_models_raise() -> None:
             r"encoder_attn \(WhisperAttention\) of .* is cross attention",
         ),
         (
-            transformers.Idefics3ForConditionalGeneration(vision),
-            "is a vision-language model that cannot be sharded",
+            transformers.BlipForConditionalGeneration(vision),
+            "is a vision-language model that cannot be sharded: layer vision_model",
         ),
         (transformers.BertModel(bert), r"layer pooler \(BertPooler\) of BertModel looks at the first token"),
         (transformers.BertForQuestionAnswering(bert), "has the loss ForQuestionAnswering; longspan.parallelize takes"),
