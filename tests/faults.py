@@ -404,6 +404,8 @@ FAULTS = (
           "torch.cat([scores_BQN, rest], 2), mask", "scores_BQN, mask", "tests/hf/test_indexed.py -k test_one_process"),
     Fault("the_indexer_ignores_documents", "hf/forward/indexed.py", "mask, keys_BLD = mask_of(request, info),",
           "mask, keys_BLD = Mask(),", "tests/hf/test_indexed.py -k test_one_process"),
+    Fault("blocks_of_index_keys_in_another_order", "hf/forward/indexed.py", "parts.append(captured.keys)",
+          "parts.insert(0, captured.keys)", "tests/hf/test_indexed.py -k test_one_process"),
     Fault("chosen_tokens_count_from_each_span", "cache/indexed.py", "chosen_BLT - a + at, local",
           "chosen_BLT - a, local", "tests/hf/test_indexed.py -k test_generated"),
     Fault("a_query_sees_an_entry_before_its_last_token", "hf/forward/compressed.py",

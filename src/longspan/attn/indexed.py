@@ -23,7 +23,7 @@ from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 
 @dataclass(frozen=True)
 class Packing:
-    """Where keys and values lie in the elements of a token; latent vectors are both (`longspan.cache.latent`)."""
+    """Which elements of a token are its key and its value; latent vectors are both (`longspan.cache.latent`)."""
 
     key: slice
     value: slice

@@ -27,9 +27,7 @@ from longspan.diffusion.tokens import Tokens
 from longspan.hf.state import DiffusionState
 
 _TOLERANCE = 1e-3  # the order of sums in fp32 changes less, a token that is missing far more
-
-
-_LARGEST = 20_000_000
+_LARGEST = 20_000_000  # weights of a small copy
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,7 @@ class Known:
     layout: str  # of the latents: axes, such as "BCFHW", or "BNC" for tokens
     arguments: frozenset[str]  # of the forward, that the copy was compared with
     time_per_token: bool  # whether it takes a time step for each token
-    channels_last: (
-        bool | None
-    )  # whether a token of the output lists the channels of its first pixel first; None: unknown
+    channels_last: bool | None  # whether the output lists channels pixel by pixel; None: unknown
 
     @property
     def keeps_tokens(self) -> bool:

@@ -161,9 +161,8 @@ def _loss_of_completions(trainer: Any, model: Any, inputs: Any, items: Any) -> T
     completions = torch.where(counts != 0, inputs["completion_ids"], IGNORE)
     labels = torch.cat([torch.full_like(inputs["prompt_ids"], IGNORE), completions], 1)
     if trainer.model.training and inputs.get("num_items_in_batch") is not None:
-        items = (
-            inputs["num_items_in_batch"].clamp(min=1) / sp.model_size
-        )  # every rank of a group has counted its tokens
+        # Every rank of a group has counted its tokens.
+        items = inputs["num_items_in_batch"].clamp(min=1) / sp.model_size
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "num_items_in_batch": items}
     loss, entropy = distill_with_entropy(
         model, trainer.teacher_model, {**batch, **pictures_of_distillation(inputs)}, trainer.beta, trainer.temperature

@@ -21,7 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.forward.attention import MaskRequest, padding_sees_itself
-from longspan.hf.forward.indexed import check_one_document
+from longspan.hf.forward.indexed import CapturedKeys, check_one_document
 from longspan.hf.model.support import HELP
 
 
@@ -73,7 +73,7 @@ class BlockLayer:
         try:
             self.scores(hidden_BLD, embeddings, _Keys(None), position_ids)
             raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
-        except _Captured as captured:
+        except CapturedKeys as captured:
             keys = _Keys(info.gather(captured.keys[:, 0])[:, None])
         elements = len(hidden_BLD) * info.length * self.indexer.num_heads
         each = rows_of_tile(INDEXED_TILE, elements, hidden_BLD.device.type == "cpu")
@@ -82,13 +82,6 @@ class BlockLayer:
             cos_sin = tuple(x[:, block] for x in embeddings)
             parts.append(self.scores(hidden_BLD[:, block], cos_sin, keys, position_ids[:, block]))
         return torch.cat(parts, 2)
-
-
-class _Captured(Exception):
-    """Stops an indexer at its keys, `[B, 1, L, D]`."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
 
 
 class _Keys:
@@ -106,5 +99,5 @@ class _Keys:
 
     def update_index(self, keys_B1LD: Tensor) -> Tensor:
         if self.whole is None:
-            raise _Captured(keys_B1LD)
+            raise CapturedKeys(keys_B1LD)
         return self.whole

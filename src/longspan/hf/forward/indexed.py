@@ -127,7 +127,7 @@ class Indexer:
         return chosen
 
     def _choose(self, given: dict[str, Any], request: IndexedMask, info: SequenceInfo) -> Tensor:
-        mask, keys_BLD = mask_of(request, info), self._scored(given, None).mine
+        mask, keys_BLD = mask_of(request, info), self._keys(given)
         if not isinstance(info, CachedInfo):
             return self._best(given, info.gather(keys_BLD), mask, my_positions(info.sp, info.length))
         step, store = info.step, info.cache.layer_cache(self.indexer.layer_idx)
@@ -141,7 +141,7 @@ class Indexer:
         if step.sharded:
             return self._best(given, whole_of(step, past, keys_BLD), mask, i)
         here = mine if past is None else torch.cat([past, mine], 1)
-        scores_BTL = self._scored(given, here).scores.transpose(1, 2)
+        scores_BTL = self._scores(given, here).transpose(1, 2)
         return self._top(in_sequence(step, scores_BTL, step.kv_placement.length).transpose(1, 2), mask, i)
 
     def _best(self, given: dict[str, Any], keys_BND: Tensor, mask: Mask, i: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Indexer:
             block = slice(start, start + each)
             seen = max(last[block])
             mine = {key: _of_queries(x, block) for key, x in given.items()}
-            scores_BQN = self._scored(mine, keys_BND[:, :seen]).scores
+            scores_BQN = self._scores(mine, keys_BND[:, :seen])
             rest = scores_BQN.new_full((*scores_BQN.shape[:2], N - seen), -math.inf)
             parts.append(self._top(torch.cat([scores_BQN, rest], 2), mask, i[block]))
         return torch.cat(parts, 1)
@@ -166,43 +166,62 @@ class Indexer:
         best = scores_BQN.masked_fill(~allowed_BQN, -math.inf).topk(min(self.indexer.index_topk, N), -1).indices
         return best.masked_fill(~allowed_BQN.gather(-1, best), -1).int()
 
-    def _scored(self, given: Mapping[str, Any], keys_BND: Tensor | None) -> _Scored:
-        """Run the model's indexer on queries and all keys, up to its `topk`; without `keys` only to get its own."""
+    def _keys(self, given: Mapping[str, Any]) -> Tensor:
+        """Return the index keys of my tokens, `[B, L, D]`. By blocks: an indexer computes its wide queries first."""
         some = next(x for x in given.values() if isinstance(x, Tensor))
-        everything = torch.ones(1, 1, 1, dtype=torch.bool, device=some.device)
+        B, L = some.shape[:2]
+        indexer, parts = self.indexer, list[Tensor]()
+        each = rows_of_tile(INDEXED_TILE, B * indexer.n_heads * indexer.head_dim, some.device.type == "cpu")
+        for start in range(0, L, each):
+            block = slice(start, start + each)
+            try:
+                self.scores(**{key: _of_queries(x, block) for key, x in given.items()} | {"cache": _StopAtKeys()})
+            except CapturedKeys as captured:
+                parts.append(captured.keys)
+            else:
+                raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
+        return torch.cat(parts, 1)
+
+    def _scores(self, given: Mapping[str, Any], keys_BND: Tensor) -> Tensor:
+        """Return the scores that the model's indexer gives all keys, up to its `topk`: `[B, L, N]`."""
+        everything = torch.ones(1, 1, 1, dtype=torch.bool, device=keys_BND.device)
         scored = _Scored(keys_BND)
         with scored:
             self.scores(**{**given, "attention_mask": everything, "cache": scored})
-        if scored.captured.keys() != {"keys", "scores"}:
+        if scored.scores_BLN is None or not scored.read:
             raise LongspanError(f"the indexer of layer {self.name} does not score keys of its cache; {HELP}")
-        return scored
+        return scored.scores_BLN
+
+
+class CapturedKeys(Exception):
+    """Stops an indexer at its keys."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class _StopAtKeys:
+    """Stands for the cache of an indexer."""
+
+    def update_indexer(self, k_BLD: Tensor, *_: Any) -> Tensor:
+        raise CapturedKeys(k_BLD)
 
 
 class _Scored(TorchFunctionMode):
-    """Captures keys and scores of an indexer, for which it is the cache of keys, too."""
+    """Captures the scores of an indexer, for which it is the cache with the keys of all tokens, too."""
 
-    def __init__(self, whole_BND: Tensor | None) -> None:
+    def __init__(self, whole_BND: Tensor) -> None:
         super().__init__()
-        self.whole = whole_BND
-        self.captured = dict[str, Tensor]()
+        self.whole, self.read = whole_BND, False
+        self.scores_BLN: Tensor | None = None
 
-    @property
-    def mine(self) -> Tensor:
-        """Index keys of the queries' tokens, `[B, L, D]`."""
-        return self.captured["keys"]
-
-    @property
-    def scores(self) -> Tensor:
-        """Scores of all given keys, `[B, L, N]`."""
-        return self.captured["scores"]
-
-    def update_indexer(self, k_BLD: Tensor, *_: Any) -> Tensor:
-        self.captured["keys"] = k_BLD
-        return k_BLD[:, :1] if self.whole is None else self.whole  # scores with one key cost little
+    def update_indexer(self, *_: Any) -> Tensor:
+        self.read = True
+        return self.whole
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.topk:
-            self.captured["scores"] = args[0]
+            self.scores_BLN = args[0]
             return func(args[0][..., :1], 1, dim=-1)
         return func(*args, **(kwargs or {}))
 

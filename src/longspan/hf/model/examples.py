@@ -75,7 +75,7 @@ def sizes_in(output: Any) -> list[int]:
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:
-    """Return an output of the encoder that contains only `rows`, which are laid out as `rows_in` returns them."""
+    """Return an output of the encoder with `rows` alone, in the columns of `rows_in`."""
     deep, name = output.get("deepstack_features"), _field(output)
     before = output[name]
     pooled, *more = rows.split(_joined(before).shape[1], 1)

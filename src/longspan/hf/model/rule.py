@@ -27,6 +27,7 @@ from longspan.compat.transformers_api import new_model, own_positions, set_atten
 from longspan.core.errors import LongspanError
 from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
 from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, run_encoder, sizes_in, with_rows
+from longspan.hf.model.pretrained import first_line
 from longspan.hf.model.small import shrunk
 
 _TOKENS = ("{}_token_id", "{}_token_index", "{}_patch_id")
@@ -182,7 +183,7 @@ def _checked(kind: Any, config: _Config) -> tuple[tuple[RuleEncoder, ...], str |
         try:
             model = new_model(kind, shrunk(config.config, {}), torch.float32).eval()
         except Exception as error:  # of any kind
-            return (), f"cannot be checked: no small copy of it can be made ({_line(error)})"
+            return (), f"cannot be checked: no small copy of it can be made ({first_line(error)[:120]})"
         _enlarge(model)
         for modality in MODALITIES:
             for frames in (2, 1) if modality == "video" else (1,):
@@ -198,10 +199,6 @@ def _checked(kind: Any, config: _Config) -> tuple[tuple[RuleEncoder, ...], str |
     if found:
         return tuple(found), None
     return (), problems[0] if problems else "has no encoder of images, videos or audio that longspan finds"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 @torch.no_grad()
@@ -277,7 +274,9 @@ class _Check:
         try:
             expected, seen = self._forward(self.batch)
         except Exception as error:  # of any kind
-            raise LongspanError(f"cannot be checked: its small copy does not run ({_line(error)})") from error
+            raise LongspanError(
+                f"cannot be checked: its small copy does not run ({first_line(error)[:120]})"
+            ) from error
         n = self.ids.shape[1]
         positions = self._positions()
         everything = torch.arange(n)
@@ -291,7 +290,7 @@ class _Check:
         except LongspanError:
             raise
         except Exception as error:  # of any kind
-            raise LongspanError(f"does not run on a part of its tokens ({_line(error)})") from error
+            raise LongspanError(f"does not run on a part of its tokens ({first_line(error)[:120]})") from error
         text = {"input_ids": torch.where(self.ids == self.token, 5, self.ids), "position_ids": positions}
         _, plain = self._forward({**text, "attention_mask": self.mask})
         if not _equal_masks(seen.get("attention_mask"), plain.get("attention_mask")):

@@ -1,4 +1,4 @@
-"""Vision-language models by family: which modules encode pictures, and how."""
+"""Which modules of a multimodal model encode pictures, and how: by family, or by the rule of `rule.py`."""
 
 from __future__ import annotations
 
