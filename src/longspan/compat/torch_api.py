@@ -350,6 +350,8 @@ class _OnMeta(TorchDispatchMode):
         leaves = _pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, Tensor) and x.is_meta for x in leaves) and "copy" not in func.__name__:
             args, kwargs = _pytree.tree_map(_to_meta, (args, kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and not args[0].is_floating_point():
+            kwargs = {**kwargs, "device": args[0].device}
         return func(*args, **(kwargs or {}))
 
 

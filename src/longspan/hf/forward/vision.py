@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput
 from longspan.comm.agree import gather_numbers
 from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.compat.reading import ENCODER_OUTPUTS, text_part, tower_modules
+from longspan.compat.reading import ENCODER_OUTPUTS, encode_again, return_rows, text_part, tower_modules
 from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
@@ -61,6 +61,7 @@ class VisionTower(Stage):
 
     def reset(self) -> None:
         self.found, self.unused = {}, []
+        encode_again(self.core)
 
     def _join_unused(self, module: Any, args: Any, embeddings: Tensor) -> Tensor | None:
         """Add the sum of `unused`, which is 0, to the embeddings of tokens."""
@@ -204,8 +205,11 @@ class VisionTower(Stage):
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
-            # `mm_encoder_outputs`: the model's forward inserts these rows at my placeholders, and runs no tower.
-            call.inputs[ENCODER_OUTPUTS] = outputs
+            # The model's forward inserts at my placeholders what its encoder functions return: these rows.
+            pixels = {key: x for pictures in self.found.values() for key, x in pictures.batch.items()}
+            keys = {key for encoder in self.found for key in encoder.all_keys if pixels.get(key) is not None}
+            call.inputs |= {key: to_device(pixels[key][:1], self.sp.device) for key in keys}
+            return_rows(self.core, outputs)
 
     def _like_other_replica(self, encoder: Encoder, pictures: Pictures | None) -> dict[str, Tensor]:
         """Return a picture of ones, of the shape of one that a replica has, for those that have none. Collective."""
@@ -243,10 +247,10 @@ class VisionTower(Stage):
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         """Remove the tower's output, of which this rank has only a part."""
-        if ENCODER_OUTPUTS not in call.inputs or not isinstance(output, ModelOutput):
+        if not self.found or not isinstance(output, ModelOutput):
             return output
         kind: Any = type(output)
-        parts = {f"{encoder.modality}_outputs" for encoder in self.traits.encoders}
+        parts = {f"{each.modality}_{name}" for each in self.traits.encoders for name in ("outputs", "hidden_states")}
         return kind(**{name: value for name, value in output.items() if name not in parts})
 
 

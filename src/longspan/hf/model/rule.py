@@ -1,7 +1,7 @@
 """Accept a multimodal model by rule: find its encoders, and check on a small copy that the rule holds.
 
 The rule: encoder functions (`get_image_features`, ...) return embeddings for placeholder tokens, the forward inserts
-embeddings that were computed before (`mm_encoder_outputs`), and the language model sees nothing else of the pictures.
+them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures.
 
 Shape suffixes: B rows, n tokens of the sequence.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.compat.reading import ENCODER_OUTPUTS, text_part, vision_core
+from longspan.compat.reading import encode_again, return_rows, text_part, vision_core
 from longspan.compat.transformers_api import new_model, own_positions, set_attention
 from longspan.core.errors import LongspanError
 from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
@@ -312,9 +312,13 @@ class _Check:
             "attention_mask": self.mask[:, mine],
             "position_ids": positions[..., mine],
         }
-        batch |= {ENCODER_OUTPUTS: {self.modality: with_rows(self.output, self.rows[chosen])}}
+        batch |= {key: x[:1] for key, x in self.given.items()}
         batch |= {"token_type_ids": self.kinds[:, mine]} if "token_type_ids" in self.batch else {}
-        return self._forward(batch)
+        return_rows(self.core, {self.modality: with_rows(self.output, self.rows[chosen])})
+        try:
+            return self._forward(batch)
+        finally:
+            encode_again(self.core)
 
     def _forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return the logits, and what the language model was called with."""
@@ -339,7 +343,7 @@ class _Check:
                 continue
             y = dict(_tensors(part)).get(name)
             expected = self._cut(x, mine, chosen)
-            if name.startswith("position_ids"):  # the model takes what it is given; `run` has compared the logits
+            if name == "position_ids" and y is not None:  # the model takes what it is given; `run` compares the logits
                 continue
             if (
                 y is None
