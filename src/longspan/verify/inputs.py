@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.hf.model.encoders import UNKNOWN, Encoder, GridEncoder, ImageEncoder
+from longspan.hf.model.encoders import Encoder, GridEncoder, ImageEncoder
 from longspan.hf.model.pretrained import (
     base_of,
     is_adapter,
@@ -238,11 +238,6 @@ def _choose(model: Any, tokens: int, draw: torch.Generator) -> list[_Picture]:
         made = list[_Picture]()
         for inputs in _examples(encoder, core, scale, draw):
             rows = encoder.units(core, inputs).rows
-            if rows == UNKNOWN:
-                raise LongspanError(
-                    f"{type(model).__name__} makes embeddings whose number depends on the pixels, so that no text can "
-                    f"be made for random pictures; compare with batches of your own"
-                )
             apart = isinstance(encoder, GridEncoder) and encoder.modality == "video" and encoder.frames_apart
             made.append(_Picture(encoder, inputs, rows if apart else (sum(rows),)))
         first.append(made[0])

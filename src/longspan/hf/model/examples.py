@@ -51,15 +51,12 @@ def example(
 
 
 def run_encoder(core: Any, modality: str, given: Mapping[str, Tensor]) -> Any:
-    """Run an encoder function; on the meta device, integers keep their values."""
+    """Run an encoder function. If the module is on the meta device, inputs keep their values as long as possible."""
     run = getattr(core, f"get_{modality}_features")
     if not next(core.parameters()).is_meta:
         return run(**given, return_dict=True)
     with torch.no_grad(), on_meta():
-        return run(
-            **{k: x.to("meta", torch.float32) if x.is_floating_point() else x.cpu() for k, x in given.items()},
-            return_dict=True,
-        )
+        return run(**given, return_dict=True)
 
 
 def rows_in(output: Any) -> Tensor:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from longspan.compat.reading import encode_again, return_rows, text_part, vision_core
 from longspan.compat.transformers_api import new_model, own_positions, set_attention
 from longspan.core.errors import LongspanError
-from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
+from longspan.hf.model.encoders import Encoder, Units
 from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, run_encoder, sizes_in, with_rows
 from longspan.hf.model.pretrained import first_line
 from longspan.hf.model.small import shrunk
@@ -50,11 +50,10 @@ class RuleEncoder(Encoder):
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         given, cuts = self._given(batch), self._cuts(batch)
         rows, pixels = self._rows(core, given), given[self.pixels]
-        if rows is not None and cuts is not None and len(rows) != len(cuts):
-            each = [self._rows(core, self.part(core, batch, i, i + 1)) for i in range(len(cuts))]
-            rows = None if None in each else [sum(of) for of in each if of is not None]
-        if rows is None or cuts is None:
-            return Units((self._patches(core, pixels),), UNKNOWN if rows is None else (sum(rows),))
+        if cuts is None:
+            return Units((self._patches(core, pixels),), (sum(rows),))
+        if len(rows) != len(cuts):
+            rows = [sum(self._rows(core, self.part(core, batch, i, i + 1))) for i in range(len(cuts))]
         return Units(tuple(self._patches(core, pixels[start:stop]) for start, stop in cuts), tuple(rows))
 
     def _patches(self, core: Any, pixels: Tensor) -> int:
@@ -69,7 +68,7 @@ class RuleEncoder(Encoder):
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         given, cuts = self._given(batch), self._cuts(batch)
-        if cuts is None or stop == ALL or (start, stop) == (0, len(cuts)):
+        if cuts is None or (start, stop) == (0, len(cuts)):
             return given
         first, last = cuts[start][0], cuts[stop - 1][1]
         return {key: x[start:stop] if len(x) == len(cuts) else x[first:last] for key, x in given.items()}
@@ -87,9 +86,14 @@ class RuleEncoder(Encoder):
         """Return the entries of the first dim of each picture's pixels; None if pictures cannot be encoded apart."""
         return pictures_in(self._given(batch), self.pixels) if self.apart else None
 
-    def _rows(self, core: Any, given: dict[str, Any]) -> list[int] | None:
-        """Return the embeddings of each picture, counted on the meta device; None if they depend on values."""
-        return _count(self.kind, _Config(core.config), self.modality, _Shapes(given))
+    def _rows(self, core: Any, given: dict[str, Any]) -> list[int]:
+        """Return the embeddings of each picture, or of all, counted on the meta device."""
+        config = _Config(core.config)
+        counted = _count(self.kind, config, self.modality, _Shapes(given))
+        if counted is None:  # some encoders drop pictures of zeros, which pad a row
+            values = {key: x.float().cpu() if x.is_floating_point() else x for key, x in given.items()}
+            counted = sizes_in(run_encoder(_twin(self.kind, config), self.modality, values))
+        return counted
 
 
 def pictures_in(given: Mapping[str, Tensor], pixels: str) -> list[tuple[int, int]] | None:
@@ -126,6 +130,7 @@ class _Shapes:
 @functools.lru_cache(maxsize=1024)
 def _count(kind: Any, config: _Config, modality: str, shapes: _Shapes) -> list[int] | None:
     given, shapes.given = shapes.given, {}  # keep no pixels
+    given = {key: x.to("meta", torch.float32) if x.is_floating_point() else x for key, x in given.items()}
     try:
         return sizes_in(run_encoder(_twin(kind, config), modality, given))
     except Exception:  # of any kind: the function reads values that do not exist on the meta device
@@ -234,9 +239,17 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
             independent = bool(parts) and _close(torch.cat(apart), rows)
         except Exception:  # of any kind
             independent = False
+        encoder = dataclasses.replace(encoder, apart=independent, frames=frames)
         sizes = [len(x) for x in apart] if independent else sizes_in(whole)
+        try:
+            counted = sum(encoder.units(core, given).rows)
+        except Exception as error:  # of any kind
+            raise LongspanError(
+                f"makes embeddings of its {modality}s whose number is known too late ({first_line(error)[:120]})"
+            ) from error
+        assert counted == len(rows), (counted, len(rows))
         _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
-    return dataclasses.replace(encoder, apart=independent, frames=frames)
+    return encoder
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
