@@ -211,8 +211,8 @@ def add_pictures(rows: list[dict[str, Tensor]], model: Any, seed: int) -> Counte
 def _remove_special(ids_S: Tensor, config: Any) -> None:
     """Replace placeholders and other special tokens among random ids, in place."""
     parts = (config, config.get_text_config())
-    special = {value for part in parts for name, value in vars(part).items() if name.endswith(("_token_id", "_index"))}
-    known = sorted(value for value in special if isinstance(value, int))
+    values = [x for part in parts for name, x in vars(part).items() if name.endswith(("_token_id", "_index"))]
+    known = sorted({x for value in values for x in (value if isinstance(value, list) else [value]) if type(x) is int})
     other = next(value for value in range(len(known) + 1) if value not in known)
     ids_S[torch.isin(ids_S, torch.tensor(known))] = other
 
