@@ -290,44 +290,47 @@ class _Check:
             raise LongspanError(
                 f"cannot be checked: its small copy does not run ({first_line(error)[:120]})"
             ) from error
-        n = self.ids.shape[1]
+        everything = torch.arange(self.ids.shape[1])
         positions = self._positions()
-        everything = torch.arange(n)
+        text = torch.where(self.ids == self.token, 5, self.ids)
         try:
             found, _ = self._part(everything, positions)
+            if not _equal_masks(
+                seen.get("attention_mask"), self._part(everything, positions, text)[1]["attention_mask"]
+            ):
+                raise LongspanError(
+                    f"lets the tokens of its {self.modality}s see each other, or other tokens see them, otherwise than "
+                    f"text"
+                )
             if not _close(found[self.mask == 1], expected[self.mask == 1]):
                 raise LongspanError(f"uses its {self.modality}s otherwise than as embeddings of their placeholders")
-            third = n // 3
+            third = len(everything) // 3
             for mine in (torch.cat([everything[:third], everything[2 * third :]]), everything[third : 2 * third]):
                 self._compare(seen, self._part(mine, positions)[1], mine)
         except LongspanError:
             raise
         except Exception as error:  # of any kind
             raise LongspanError(f"does not run on a part of its tokens ({first_line(error)[:120]})") from error
-        text = {"input_ids": torch.where(self.ids == self.token, 5, self.ids), "position_ids": positions}
-        _, plain = self._forward({**text, "attention_mask": self.mask})
-        if not _equal_masks(seen.get("attention_mask"), plain.get("attention_mask")):
-            raise LongspanError(
-                f"lets the tokens of its {self.modality}s see each other, or other tokens see them, otherwise than text"
-            )
 
     def _positions(self) -> Tensor:
         own = own_positions(self.model)
         found = None if own is None else own(self.batch, 0)
         return torch.arange(self.ids.shape[1])[None] if found is None else found
 
-    def _part(self, mine: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        ids = self.ids[:, mine]
-        before = (self.ids == self.token).flatten().cumsum(0).view_as(self.ids) - 1
-        chosen = before[:, mine][ids == self.token]
+    def _part(self, mine: Tensor, positions: Tensor, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Run some tokens as a rank does: `ids` are others than those with pictures."""
+        of_all = self.ids if ids is None else ids
+        before = (of_all == self.token).flatten().cumsum(0).view_as(of_all) - 1
+        kinds = torch.where(of_all == self.ids, self.kinds, 0)
+        part, chosen = of_all[:, mine], before[:, mine]
         batch: dict[str, Any] = {
-            "input_ids": ids,
+            "input_ids": part,
             "attention_mask": self.mask[:, mine],
             "position_ids": positions[..., mine],
         }
         batch |= {key: x[:1] for key, x in self.given.items()}
-        batch |= {"token_type_ids": self.kinds[:, mine]} if "token_type_ids" in self.batch else {}
-        return_rows(self.core, {self.modality: with_rows(self.output, self.rows[chosen])})
+        batch |= {"token_type_ids": kinds[:, mine]} if "token_type_ids" in self.batch else {}
+        return_rows(self.core, {self.modality: with_rows(self.output, self.rows[chosen[part == self.token]])})
         try:
             return self._forward(batch)
         finally:
