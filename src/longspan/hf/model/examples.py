@@ -216,7 +216,9 @@ def _sounds(config: Any, names: list[str], number: int, draw: torch.Generator) -
     """Make sounds of features or samples; the last one is shorter, if a mask or lengths can say so."""
     audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None)
     widths = ("num_mel_bins", "feature_size", "input_feat_size", "input_dim")
-    bins = next((x for name in widths if (x := getattr(audio, name, None))), 16)
+    bins = next((x for name in widths if (x := getattr(audio, name, None))), 16) * getattr(
+        audio, "num_stacked_frames", 1
+    )
     for length, short in itertools.product((64, 100, 160, 256, 400, 1280, 2560, 3000), (3, 4)):
         real = torch.ones(number, length, dtype=torch.bool)
         real[number - 1, short * length // 4 :] = False

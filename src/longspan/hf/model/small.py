@@ -125,6 +125,8 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         return times * HIDDEN
     if name.endswith("_heads") and value == values.get("num_attention_heads"):
         return HEADS
+    if name == "intermediate_size" and values.get("hidden_size") == 4 * value:
+        return HIDDEN // 4
     if name == "window_size" and "downsample_rate" in values:
         return None
     if name == "num_heads" and values.get("expand") == 2:  # of Mamba-2, which checks that they fit
