@@ -141,7 +141,7 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent", "orpo", "simpo", "gkd",
+CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent", "orpo", "simpo",
           "distillation")  # fmt: skip
 
 

@@ -123,6 +123,8 @@ def weights_at_rest(c: CostContext) -> dict[str, int]:
     train = c.job.mode == "train"
     # Training stores fp32, and two moments of AdamW.
     weights = _bytes_at_rest(c.model, c.weight_ranks, 4 if train else c.b, c.mesh.tensor)
+    if c.teacher is not None:
+        weights += weights_at_rest(c.teacher)["weights"]
     return {"weights": weights, "optimizer": trained_elements(c) * 8 * train}
 
 
