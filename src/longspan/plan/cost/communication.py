@@ -142,7 +142,15 @@ def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
     c = c.of_layer(layer)
     tensor = (sent for sent in layer_tensor_sent(layer, c) if sent.method)
-    return (*layer.mixing.sent(c), *tensor, *experts_sent(layer, c))
+    return (*layer.mixing.sent(c), *tensor, *experts_sent(layer, c), *_scales_sent(layer, c))
+
+
+def _scales_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
+    """Return what finds the largest entries of a layer's inputs and gradients, by which float8 layers round."""
+    ranks, layers = c.mesh.fsdp_ranks, sum(p.shares_scales for p in layer.parameters)
+    forwards, backwards = c.job.layer_passes
+    size = 2 * c.b * (ranks - 1) // ranks
+    return [Sent("all_reduce", "fsdp", "scales of activations", size, layers * (forwards + backwards))] * bool(layers)
 
 
 def input_recompute_sent(c: CostContext) -> list[Sent]:
@@ -163,7 +171,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     )
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
-        sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
+        sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward), *_scales_sent(layer, forward)]
         sent += [each for part in layer.mixing.slices(c) for each in part.sent(forward) if each.calls]
         if gathers_weights:
             sent += [each for each in layer_weights_sent(layer, forward)]
