@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.compat.friends_api import float8_layers
+from longspan.compat.friends_api import float8_layers, float8_of
 from longspan.compat.reading import (
     INDEXED,
     attention_layers,
@@ -247,7 +247,8 @@ def _parameters(module: nn.Module, packs: bool = False) -> Iterator[Parameter]:
         packed = is_linear and ".lora_" not in name and (packs or type(p).__name__ == "Params4bit")
         shape = (owner.out_features, owner.in_features) if packed else tuple(p.shape)
         trained = p.requires_grad and ".indexer." not in name  # it chooses tokens, without a gradient
-        yield Parameter(_plain_name(name, owners), shape, trained, packed)
+        shares, in_float8 = (False, False) if not is_linear else float8_of(owner)
+        yield Parameter(_plain_name(name, owners), shape, trained, packed, shares, in_float8)
 
 
 def _plain_name(name: str, owners: Mapping[str, nn.Module]) -> str:
