@@ -122,7 +122,11 @@ def _model(case: Case) -> Any:
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
         )
-    return model.train()
+    model.train()
+    for module in model.modules():  # statistics of a batch are refused in training
+        if isinstance(module, torch.nn.BatchNorm1d):
+            module.eval()
+    return model
 
 
 def _batches(case: Case, model: Any, replica: tuple[int, int] = (0, 1)) -> list[Batch]:

@@ -113,8 +113,9 @@ def shape_of(config: Any, name: str | None = None, tuning: Tuning = ALL_TRAINED)
     """
     name = name or type(config).__name__.removesuffix("Config")
     _check_sizes(config.get_text_config(), name)
-    seeing = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(config, "vision_config")
-    auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+    several = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    seeing = several and type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    auto = transformers.AutoModelForMultimodalLM if seeing else transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
             model = auto.from_config(config)
