@@ -16,28 +16,19 @@ from torch import Tensor
 
 from longspan.attn.indexed import BlocksOfKeys, Packing, attend_to_chosen
 from longspan.attn.score import Scores
-from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.forward.attention import MaskRequest, padding_sees_itself
-from longspan.hf.forward.indexed import CapturedKeys, check_one_document
+from longspan.hf.forward.indexed import CapturedKeys, ChoosingLayer
 from longspan.hf.model.support import HELP
 
 
-class BlockLayer:
-    """Binds an attention layer with an indexer of blocks; holds the facts of its call in progress."""
-
-    caches = False
+class BlockLayer(ChoosingLayer):
+    """Binds an attention layer with an indexer of blocks."""
 
     def __init__(self, layer: Any, name: str) -> None:
-        self.name, self.indexer = name, layer.indexer
-        self.scores, self.info = self.indexer.forward, list[SequenceInfo]()
-        self.indexer.forward = not_compiled(torch.no_grad()(self._choose))
-        layer.register_forward_pre_hook(self._take_facts, with_kwargs=True)
-
-    def check(self, name: str, info: SequenceInfo) -> None:
-        check_one_document(self.name, name, info)
+        super().__init__(layer, name, layer.indexer, torch.no_grad()(self._choose))
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], chosen: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
@@ -52,35 +43,27 @@ class BlockLayer:
         kv = info.gather(torch.cat([k, v], 3))
         blocks_BLKT = chosen.transpose(1, 2).repeat_interleave(k.shape[2] // chosen.shape[1], 2)
         positions = info.sp.positions(info.length)
-        lists = BlocksOfKeys(blocks_BLKT, self.indexer.block_size, positions)
+        lists = BlocksOfKeys(blocks_BLKT, self.part.block_size, positions)
         packing = Packing(slice(0, dim), slice(dim, kv.shape[3]))
         out = attend_to_chosen(q, kv, lists, packing, scores.scale_of(dim), scores.sinks)
         return out if info.padding is None else padding_sees_itself(out, v, info.padding)
-
-    def _take_facts(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        info = kwargs.get("longspan")
-        self.info = [info] if isinstance(info, SequenceInfo) else []
 
     def _choose(
         self, hidden_BLD: Tensor, embeddings: tuple[Tensor, Tensor], cache: None, position_ids: Tensor
     ) -> Tensor:
         """Return the blocks that my queries attend to, [B, I, L, T]; -1 for none."""
-        if not self.info:
-            raise LongspanError(
-                f"layer {self.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
-            )
-        info, parts = self.info.pop(), list[Tensor]()
+        info, parts = self.facts(), list[Tensor]()
         try:
-            self.scores(hidden_BLD, embeddings, _Keys(None), position_ids)
+            self.own(hidden_BLD, embeddings, _Keys(None), position_ids)
             raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
         except CapturedKeys as captured:
             keys = _Keys(info.gather(captured.keys[:, 0])[:, None])
-        elements = len(hidden_BLD) * info.length * self.indexer.num_heads
+        elements = len(hidden_BLD) * info.length * self.part.num_heads
         each = rows_of_tile(INDEXED_TILE, elements, hidden_BLD.device.type == "cpu")
         for start in range(0, hidden_BLD.shape[1], each):
             block = slice(start, start + each)
             cos_sin = tuple(x[:, block] for x in embeddings)
-            parts.append(self.scores(hidden_BLD[:, block], cos_sin, keys, position_ids[:, block]))
+            parts.append(self.own(hidden_BLD[:, block], cos_sin, keys, position_ids[:, block]))
         return torch.cat(parts, 2)
 
 
