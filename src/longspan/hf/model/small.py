@@ -31,7 +31,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
     (r"attention_head_dim", 2 * HEAD_DIM),
     (r"(num|n|\w*decoder|\w*encoder)_(\w*_)?heads?", HEADS),
-    (r"qk_head_dim", HEAD_DIM * 3 // 2),
+    (r"(qk|swa)_head_dim", HEAD_DIM * 3 // 2),
     (r"qk_rope_head_dim|rotary_dim", HEAD_DIM // 2),
     (r"\w*_?head_(dim|size)|dim_head|\w*d_head|kv_channels|mamba_headdim", HEAD_DIM),
     (r"hidden_size_per_layer_input|.*_rank|d_rel", HEAD_DIM),
@@ -42,6 +42,8 @@ _SIZES: tuple[tuple[str, Any], ...] = (
         16,
     ),
     (r"base_channels", HIDDEN),
+    (r"index_block_size", 128),  # one block: its indexer compares blocks with positions
+    (r"index_kpool", 2),
     (r"num_mel_bins|feature_size", 16),
     (
         r"hidden_size|d_model|n_embd|dim|emb\w*_dim|embedding_(dim|size)|word_embed_proj_dim"
@@ -126,6 +128,8 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         return HEADS
     if name == "num_heads" and values.get("expand") == 2:  # of Mamba-2, which checks that they fit
         return 2 * HEADS
+    if name == "qk_rope_head_dim" and "mrope_section" in (values.get("rope_parameters") or ()):
+        return HEAD_DIM  # `_rope` shares its half out over the axes
     if name == "head_dim" and value == values.get("qk_rope_head_dim"):
         return HEAD_DIM // 2
     for pattern, size in _SIZES:
