@@ -31,7 +31,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
     (r"attention_head_dim", 2 * HEAD_DIM),
     (r"(num|n|\w*decoder|\w*encoder)_(\w*_)?heads?", HEADS),
-    (r"(qk|swa)_head_dim", HEAD_DIM * 3 // 2),
+    (r"qk_head_dim", HEAD_DIM * 3 // 2),
     (r"qk_rope_head_dim|rotary_dim", HEAD_DIM // 2),
     (r"\w*_?head_(dim|size)|dim_head|\w*d_head|kv_channels|mamba_headdim", HEAD_DIM),
     (r"hidden_size_per_layer_input|.*_rank|d_rel", HEAD_DIM),
@@ -86,6 +86,8 @@ def shrunk(given: Any, changes: dict[str, Any], as_checkpoints: Mapping[str, Any
         else:
             sub = kind
         sizes[name] = shrunk(sub, changes, as_checkpoints).to_dict()
+    if "per_layer_config" in values and "qk_nope_head_dim" in values:  # one size for all layers
+        sizes |= {"per_layer_config": {}, "head_dim": HEAD_DIM * 3 // 2}
     if "mrope_section" in (getattr(cls, "ignore_keys_at_rope_validation", None) or ()) and "rope_parameters" in values:
         sizes["rope_parameters"] = _with_axes(sizes.get("rope_parameters") or values["rope_parameters"] or {})
     if "kv_lora_rank" in values:  # no head shares keys and values
