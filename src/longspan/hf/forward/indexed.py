@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,11 +40,18 @@ from longspan.hf.forward.attention import MaskRequest, mask_of, padding_sees_its
 from longspan.hf.model.support import HELP
 
 
+@dataclass(frozen=True)
 class ChoosersMask(MaskRequest):
-    """A mask as layers hand it to their indexers: without its dimension of heads."""
+    """A mask as layers hand it to their indexers; a layer may overlay it with what was chosen."""
+
+    chosen: Any = dataclasses.field(default=None, compare=False)
+    dtype: Any = dataclasses.field(default=torch.bool, compare=False)
 
     def __getitem__(self, index: Any) -> ChoosersMask:
-        return self
+        return self  # without its dimension of heads
+
+    def __and__(self, chosen: Any) -> ChoosersMask:
+        return dataclasses.replace(self, chosen=chosen)
 
 
 class ChoosingLayer:
@@ -53,9 +61,10 @@ class ChoosingLayer:
         part: the module; None for a layer that uses what a layer before it has chosen.
         own: the module's own forward, which `choose` replaces.
         caches: whether the layer generates with a sharded cache.
+        counts_padding: whether the module counts padding on the left, too.
     """
 
-    caches = False
+    caches, counts_padding = False, True
 
     def __init__(self, layer: Any, name: str, part: Any, choose: Callable[..., Any]) -> None:
         self.name, self.part, self._info = name, part, list[Any]()
@@ -65,12 +74,12 @@ class ChoosingLayer:
             layer.register_forward_pre_hook(self._take_facts, with_kwargs=True)
 
     def check(self, name: str, info: SequenceInfo) -> None:
-        """Raise unless each row is one document with padding behind, as the module counts neighbouring tokens."""
-        one_each = all(len(row) == 1 and row[0][0] == 0 for row in info.segments or ())
+        """Raise unless each row is one document, as the module counts neighbouring tokens."""
+        one_each = all(len(row) == 1 and row[0][0] * self.counts_padding == 0 for row in info.segments or ())
         if info.nodes or info.visible or info.bidirectional or not one_each:
             raise LongspanError(
                 f"layer {self.name} of {name} joins neighbouring tokens of the row in blocks, of whatever document; "
-                f"give one document per row, with padding on the right only"
+                f"give one document per row{', with padding on the right only' * self.counts_padding}"
             )
 
     def facts(self) -> Any:
@@ -89,6 +98,15 @@ class ChoosingLayer:
         return args, kwargs
 
 
+def refuse_tree(layer: str, model: str, info: SequenceInfo) -> None:
+    """Raise for a tree of documents; `layer` and `model` are their names."""
+    if info.nodes is not None:
+        raise LongspanError(
+            f"layer {layer} of {model} chooses the tokens that it attends to from the whole row, and a tree "
+            f"(`tin` and `tout`) has paths; give it each sequence by itself"
+        )
+
+
 class IndexedLayer(ChoosingLayer):
     """Lets a layer hand on latent vectors instead of keys and values, and its indexer choose from all ranks' tokens.
 
@@ -103,11 +121,7 @@ class IndexedLayer(ChoosingLayer):
         layer.expand_kv = latents.join
 
     def check(self, name: str, info: SequenceInfo) -> None:
-        if info.nodes is not None:
-            raise LongspanError(
-                f"layer {self.name} of {name} chooses the tokens that it attends to from the whole row, and a tree "
-                f"(`tin` and `tout`) has paths; give it each sequence by itself"
-            )
+        refuse_tree(self.name, name, info)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], chosen: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
