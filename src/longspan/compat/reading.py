@@ -40,7 +40,8 @@ _PLANS: dict[str, dict[str, str]] = {
 """By `model_type`, styles that transformers' plan of a family lacks."""
 
 INDEXED = frozenset(
-    {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "mistral_large4_text", "dots3_note_text"}
+    {"deepseek_v32", "glm_moe_dsa", "glm5_next_text", "axk2", "hy_v4", "hy_v4_vl_text", "mistral_large4_text"}
+    | {"dots3_note_text"}
 )
 """Families with latent attention to the tokens that an indexer chooses, which gets its keys from the cache
 (`update_indexer`); a layer computes its keys and values by `expand_kv`.

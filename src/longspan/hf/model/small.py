@@ -42,6 +42,8 @@ _SIZES: tuple[tuple[str, Any], ...] = (
         16,
     ),
     (r"base_channels", HIDDEN),
+    (r"index_block_size", 128),  # one block: its indexer compares blocks with positions
+    (r"index_kpool", 2),
     (r"num_mel_bins|feature_size", 16),
     (r"conv_output_size", 2 * HIDDEN),
     (
@@ -85,6 +87,8 @@ def shrunk(given: Any, changes: dict[str, Any], as_checkpoints: Mapping[str, Any
         else:
             sub = kind
         sizes[name] = shrunk(sub, changes, as_checkpoints).to_dict()
+    if "per_layer_config" in values and "qk_nope_head_dim" in values:  # one size for all layers
+        sizes |= {"per_layer_config": {}, "head_dim": HEAD_DIM * 3 // 2}
     if "mrope_section" in (getattr(cls, "ignore_keys_at_rope_validation", None) or ()) and "rope_parameters" in values:
         sizes["rope_parameters"] = _with_axes(sizes.get("rope_parameters") or values["rope_parameters"] or {})
     if "kv_lora_rank" in values:  # no head shares keys and values
@@ -131,6 +135,8 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         return None
     if name == "num_heads" and values.get("expand") == 2:  # of Mamba-2, which checks that they fit
         return 2 * HEADS
+    if name == "qk_rope_head_dim" and "mrope_section" in (values.get("rope_parameters") or ()):
+        return HEAD_DIM  # `_rope` shares its half out over the axes
     if name == "head_dim" and value == values.get("qk_rope_head_dim"):
         return HEAD_DIM // 2
     for pattern, size in _SIZES:
