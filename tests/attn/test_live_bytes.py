@@ -291,7 +291,7 @@ _MANY = {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2
 INDEXED: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         **_SIZES, "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 48, "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16, "v_head_dim": 32, "index_topk": 128, "index_n_heads": 4,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "index_topk": 128, "index_n_heads": 2,
         "mlp_layer_types": ["dense"] * 2,
     },
     "minimax_m3_vl_text": {
