@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +57,7 @@ def is_indexed(layer: Any) -> bool:
 
 
 ENCODER_OUTPUTS = "mm_encoder_outputs"
-"""The argument of a forward that accepts embeddings which the tower has computed before."""
+"""The argument of some forwards that accepts embeddings which the tower has computed before."""
 
 
 _ENCODES = ("get_image_features", "get_video_features", "get_audio_features")
@@ -71,10 +70,22 @@ def text_part(core: Any) -> Any:
 
 def vision_core(model: nn.Module) -> Any:
     """Return the module of a multimodal model that holds encoders and language model; None for other models."""
-    for core in (model, getattr(model, "model", None)):
+    for core in (getattr(model, "model", None), model):
         if text_part(core) is not None and any(hasattr(core, name) for name in _ENCODES):
-            return core if ENCODER_OUTPUTS in inspect.signature(model.forward).parameters else None
+            return core
     return None
+
+
+def return_rows(core: Any, outputs: Mapping[str, Any]) -> None:
+    """Let the encoder functions of these modalities return outputs that were computed before, until `encode_again`."""
+    for modality, output in outputs.items():
+        setattr(core, f"get_{modality}_features", lambda *args, output=output, **kwargs: output)
+
+
+def encode_again(core: Any) -> None:
+    """Undo `return_rows`."""
+    for name in _ENCODES:
+        vars(core).pop(name, None)
 
 
 def tower_modules(model: nn.Module) -> set[nn.Module]:

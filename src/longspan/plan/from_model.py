@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.compat.friends_api import float8_layers
+from longspan.compat.friends_api import float8_layers, float8_of
 from longspan.compat.reading import (
     INDEXED,
     attention_layers,
@@ -113,8 +113,9 @@ def shape_of(config: Any, name: str | None = None, tuning: Tuning = ALL_TRAINED)
     """
     name = name or type(config).__name__.removesuffix("Config")
     _check_sizes(config.get_text_config(), name)
-    seeing = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(config, "vision_config")
-    auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+    several = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    seeing = several and type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    auto = transformers.AutoModelForMultimodalLM if seeing else transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
             model = auto.from_config(config)
@@ -247,7 +248,8 @@ def _parameters(module: nn.Module, packs: bool = False) -> Iterator[Parameter]:
         packed = is_linear and ".lora_" not in name and (packs or type(p).__name__ == "Params4bit")
         shape = (owner.out_features, owner.in_features) if packed else tuple(p.shape)
         trained = p.requires_grad and ".indexer." not in name  # it chooses tokens, without a gradient
-        yield Parameter(_plain_name(name, owners), shape, trained, packed)
+        shares, in_float8 = (False, False) if not is_linear else float8_of(owner)
+        yield Parameter(_plain_name(name, owners), shape, trained, packed, shares, in_float8)
 
 
 def _plain_name(name: str, owners: Mapping[str, nn.Module]) -> str:

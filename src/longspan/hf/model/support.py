@@ -274,8 +274,8 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
-    encoders_of(model)
-    if layers and "position_ids" not in inspect.signature(model.forward).parameters:
+    by_rule = bool(encoders_of(model))  # checked with `position_ids`
+    if layers and not by_rule and "position_ids" not in inspect.signature(model.forward).parameters:
         raise LongspanError(
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )

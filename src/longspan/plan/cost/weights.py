@@ -63,6 +63,14 @@ def trained(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
+def gather_bytes(parameters: tuple[Parameter, ...], ranks: int, width: int, tensor: int = 1) -> int:
+    """Return the bytes of one rank's shard as FSDP gathers it: in float8, or as `shard_bytes`."""
+    in_float8 = tuple(p for p in parameters if p.in_float8)
+    others = tuple(p for p in parameters if not p.in_float8)
+    return shard_elements(in_float8, ranks, tensor) + shard_bytes(others, ranks, width, tensor)
+
+
+@functools.lru_cache(maxsize=4096)
 def shard_bytes(parameters: tuple[Parameter, ...], ranks: int, width: int, tensor: int = 1) -> int:
     """Return the bytes of one rank's shard, with `width` bytes per element that is not packed in 4 bits."""
     packed = sum(-(-_packed_bytes(p) // ranks) for p in parameters if p.packed)
@@ -124,6 +132,8 @@ def weights_at_rest(c: CostContext) -> dict[str, int]:
     train = c.job.mode == "train"
     # Training stores fp32, and two moments of AdamW.
     weights = _bytes_at_rest(c.model, c.weight_ranks, 4 if train else c.b, c.mesh.tensor)
+    if c.teacher is not None:
+        weights += weights_at_rest(c.teacher)["weights"]
     return {"weights": weights, "optimizer": trained_elements(c) * 8 * train}
 
 
@@ -138,7 +148,7 @@ def gathered_bytes(c: CostContext, layers: int, heads: int = 0) -> int:
     """
     if not gathers(c):
         return 0
-    largest = max(shard_bytes(computed(layer, c), 1, c.b) for layer, _ in c.model.layer_kinds)
+    largest = max(gather_bytes(computed(layer, c), 1, c.b) for layer, _ in c.model.layer_kinds)
     outside = (always_gathered(c.model) + heads * own_head(c.model)) * c.b
     return (outside + layers * largest) // c.mesh.tensor
 
@@ -235,9 +245,15 @@ def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
         groups = [("fsdp", f, "a layer", others), ("replicas", f // c.experts, "a layer's experts", stacked)]
     sent = []
     for axis, ranks, what, parameters in groups:
-        received = shard_bytes(parameters, f, c.b, c.mesh.tensor) * (ranks - 1)
+        received = gather_bytes(parameters, f, c.b, c.mesh.tensor) * (ranks - 1)
         gather = Sent("all_gather", axis, f"weights of {what}", received, method=False)
-        sent += [gather, gather] if c.job.mode == "train" else [gather]
+        gathers = 2 if c.job.mode == "train" else 1
+        sent += [gather] * gathers
+        if in_float8 := sum(p.in_float8 for p in parameters):  # of the stored weights, in fp32
+            calls = gathers * in_float8
+            sent.append(
+                Sent("all_reduce", axis, "scales of weights", 2 * 4 * (ranks - 1) // ranks, calls, method=False)
+            )
         if c.job.mode == "train" and trained(parameters):
             received = shard_elements(trained(parameters), f, c.mesh.tensor) * (ranks - 1) * 4
             sent.append(Sent("reduce_scatter", axis, f"gradients of {what}", received, method=False))
