@@ -256,6 +256,11 @@ M3 = {
     "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], "index_n_heads": 4,
     "index_head_dim": 4, "index_block_size": 4, "index_topk_blocks": 3,
 }  # fmt: skip
+QWEN4 = {
+    **NEXT, "model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "indexed_attention"], "hc_count": 2,
+    "num_hidden_layers": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 10,
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "head_dim": 8,
+}  # fmt: skip
 KIMI = {
     "model_type": "kimi_linear", "pad_token_id": 0, "num_hidden_layers": 5, "num_key_value_heads": 8,
     "linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -346,10 +351,12 @@ CASES = [
     (ParallelConfig(data=2, ulysses=2), DSA, {"weight_sharding": False}),
     (ParallelConfig(ring=2, ulysses=2), V4, {"memory": CHECKPOINTED}),
     (ParallelConfig(ulysses=2), M3, {}),
+    (ParallelConfig(ring=2, ulysses=2), QWEN4, {"memory": CHECKPOINTED}),
 ]
 
 
-CONFIRMING = (9, 10, 12, 14, 19, 24, 25, 28, 30, 33, 35, 41, 42)  # each axis and option of theirs is in another case
+# Each axis and option of these is in another case.
+CONFIRMING = (9, 10, 12, 14, 19, 24, 25, 28, 30, 33, 35, 41, 42, 53)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from dataclasses import replace
 
 from longspan.core.tile_sizes import gradient_buckets, reduces_once
@@ -199,7 +200,9 @@ def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], 
         return (("embeddings and head", (*model.root, *around_tower)),)
     embedding, *rest = model.root
     # What joins the streams of hyper-connections is gathered with the rest, not with the norm behind it.
-    positions = tuple(p for p in rest if (len(p.shape) > 1 or ".hc_head." in p.name) and p is not rest[-1])
+    positions = tuple(
+        p for p in rest if (len(p.shape) > 1 or re.search(r"\.hc_head\.|\.hyper_", p.name)) and p is not rest[-1]
+    )
     head = tuple(p for p in rest if p not in positions)
     groups = (
         ("the embedding", (embedding,)),
