@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,9 @@ from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.attn.segments import runs_of
 from longspan.comm.collectives import all_gather, replicate, sum_over
-from longspan.comm.mesh import group_name
+from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.comm.reshard import move_shards, move_shards_together, shard_sizes
-from longspan.compat.torch_api import not_compiled
+from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
@@ -109,14 +109,19 @@ def attend(
         raise LongspanError(f"attention dropout would depend on the number of ranks, got dropout_p={dropout_p}")
     sp = tokens.sp
     queries, keys = tokens.parts(call.queries, query.shape[2]), tokens.parts(call.keys, key.shape[2])
-    mask = attn_mask
     if is_causal:
-        mask = torch.ones(sum(queries.lengths), sum(keys.lengths), dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        mask = _in_order_of_ranks(mask, queries, keys)
-    query, key, value = queries.share(query, 2), keys.share(key, 2), keys.share(value, 2)
+        attn_mask = torch.ones(sum(queries.lengths), sum(keys.lengths), dtype=torch.bool, device=query.device).tril()
+    q, k, v = queries.share(query, 2), keys.share(key, 2), keys.share(value, 2)
     if sp.ring_size > 1:
-        return queries.whole(_ring(tokens, queries, keys, query, key, value, mask, scale), 2)
+        return queries.whole(_ring(tokens, call, queries, keys, q, k, v, attn_mask, scale), 2)
+    mask = None if attn_mask is None else _in_order_of_ranks(attn_mask, queries, keys)
+    return queries.whole(_ulysses(sp, queries, keys, q, k, v, mask, scale), 2)
+
+
+def _ulysses(
+    sp: SequenceSharding, queries: Parts, keys: Parts, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, scale: float | None,
+) -> Tensor:  # fmt: skip
     if key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     heads = shard_sizes(query.shape[1], sp.size)
@@ -125,13 +130,13 @@ def attend(
     if sp.size == 1:
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     assert sp.group is not None
-    if queries == keys:
+    if queries == keys and key.shape == value.shape:
         q_BhSD, k_BhSD, v_BhSD = move_shards_together([query, key, value], sp.group, 2, 1, queries.of_ranks, heads)
     else:
         q_BhSD = move_shards(query, sp.group, 2, 1, queries.of_ranks, heads)
         k_BhSD, v_BhSD = (move_shards(x, sp.group, 2, 1, keys.of_ranks, heads) for x in (key, value))
     out_BhSD = F.scaled_dot_product_attention(q_BhSD, k_BhSD, v_BhSD, mask, scale=scale)
-    return queries.whole(move_shards(out_BhSD, sp.group, 1, 2, heads, queries.of_ranks), 2)
+    return move_shards(out_BhSD, sp.group, 1, 2, heads, queries.of_ranks)
 
 
 def _in_order_of_ranks(mask: Tensor, queries: Parts, keys: Parts) -> Tensor:
@@ -211,7 +216,7 @@ class KeySpans(Mask):
 
 
 def _ring(
-    tokens: Tokens, queries: Parts, keys: Parts, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor,
+    tokens: Tokens, call: Attention, queries: Parts, keys: Parts, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor,
     mask: Tensor | None, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Compute the attention by `longspan.attention`: of ranks with equally many tokens, the last ones padding."""
@@ -219,44 +224,48 @@ def _ring(
         F.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, max(of.of_ranks) - x.shape[2]))
         for x, of in ((q_BHLD, queries), (k_BHLD, keys), (v_BHLD, keys))
     )
-    batch, options = len(q), dict[str, Any]()
+    # All layers of a forward may have one mask: it is read on the host once.
+    of_mask = None if mask is None else (id(mask), version_of(mask))
+    fact = call, tokens.sizes, q.shape, k.shape, q.dtype, q.requires_grad, scale, of_mask
+    if (found := tokens.plans.get(fact)) is None:
+        visible = _visible(mask, queries, keys, len(q))
+        found = prepare_attention(q, k, v, tokens.sp, **visible, scale=scale), mask  # which keeps its id
+        tokens.plans = {fact: found} | dict(list(tokens.plans.items())[:7])
+    return found[0](q, k, v, Scores(scale=scale))[:, : queries.of_ranks[tokens.sp.rank]].transpose(1, 2)
+
+
+def _visible(mask: Tensor | None, queries: Parts, keys: Parts, batch: int) -> dict[str, Any]:
+    """Return the options of `longspan.attention` for a mask and for the padding of ranks."""
+    mask = None if mask is None else _in_order_of_ranks(mask, queries, keys)
     real = torch.cat([torch.arange(max(keys.of_ranks)) < n for n in keys.of_ranks])[None]
-    if mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):  # hides keys of rows
+    if mask is not None and mask.dtype != torch.bool:
+        seen = mask > -1e4  # diffusers adds this or less to hide a key
+        if not bool((seen == (mask == 0)).all() and seen.any(-1).all()):
+            raise LongspanError(
+                f"a ring takes masks of booleans, or of 0 and -10000 or less, and another was given, "
+                f"{tuple(mask.shape)}; use a mesh of `ulysses` alone"
+            )
+        mask = seen
+    if mask is not None and mask.shape[1:3] == (1, 1):  # hides keys of rows
         rows = mask[:, 0, 0].cpu()
         real = torch.zeros(len(rows), real.shape[1], dtype=torch.bool).masked_scatter(real.expand(len(rows), -1), rows)
     elif mask is not None:
-        options = _each_score(mask, queries, keys)
-    scores = {"scale": scale} | ({"bias": options.pop("bias")} if "bias" in options else {})
+        return {"causal": False, "mask_mod": _each_pair(mask, real, queries, keys)}
     if bool(real.all()):
-        options["causal"] = False
-    else:
-        options["mask"] = KeySpans(causal=False, kv_segments=tuple(runs_of(real) * (batch // len(real))))
-    key = q.shape, k.shape, q.dtype, q.requires_grad, str(options), scale
-    by_score = "bias" in scores or "mask_mod" in options  # of tensors, which the key does not tell apart
-    if by_score or (plan := tokens.plans.get(key)) is None:
-        plan = prepare_attention(q, k, v, tokens.sp, **options, **scores)
-        if not by_score:
-            tokens.plans = {key: plan} | dict(list(tokens.plans.items())[:7])
-    return plan(q, k, v, Scores(**scores))[:, : queries.of_ranks[tokens.sp.rank]].transpose(1, 2)
+        return {"causal": False}
+    return {"mask": KeySpans(causal=False, kv_segments=tuple(runs_of(real) * (batch // len(real))))}
 
 
-def _each_score(mask: Tensor, queries: Parts, keys: Parts) -> dict[str, Any]:
-    """Return the option for a mask that differs between queries or heads, or is added to the scores."""
-    mask = mask.expand(*mask.shape[:2], sum(queries.lengths), -1)
-    if mask.shape[0] > 1 and mask.dtype != torch.bool:
-        raise LongspanError(
-            f"a ring cannot add a mask of numbers that differ from row to row, got {tuple(mask.shape)}; use a mask of "
-            f"booleans, or a mesh of `ulysses` alone"
-        )
+def _each_pair(mask: Tensor, real: Tensor, queries: Parts, keys: Parts) -> Callable[..., Tensor]:
+    """Return a function of row, head, query and key for a mask that differs between queries or heads."""
     q_at, k_at = (
         torch.cat([torch.arange(max(of.of_ranks)).clamp(max=n - 1) + end - n for n, end in _ends(of)]).clamp(min=0)
         for of in (queries, keys)
     )
+    mask = mask.expand(*mask.shape[:2], sum(queries.lengths), -1)
     rows, heads = mask.shape[0] > 1, mask.shape[1] > 1
-    table = mask[:, :, q_at.to(mask.device)][..., k_at.to(mask.device)]
-    if mask.dtype == torch.bool:
-        return {"mask_mod": lambda b, h, i, j: table[b if rows else 0, h if heads else 0, i, j]}
-    return {"bias": lambda h, i, j: table[0, h if heads else 0, i, j]}
+    table = mask[:, :, q_at.to(mask.device)][..., k_at.to(mask.device)] & real.to(mask.device)
+    return lambda b, h, i, j: table[b if rows else 0, h if heads else 0, i, j]
 
 
 def _ends(of: Parts) -> Iterator[tuple[int, int]]:

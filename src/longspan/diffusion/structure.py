@@ -61,7 +61,8 @@ class Block:
     outputs: Paths
     attention: dict[str, tuple[Attention, ...]]  # by the path of a module in the block: its calls, in order
     by_rows: bool  # whether it takes `height` and `width`, as its tokens are pixels: whole rows are split
-    switches: bool  # whether its batch has other tokens, as of frames: these are sharded while it runs, and its own not
+    # Arguments with a batch of other tokens, as of frames: these are sharded while it runs, and its own are not.
+    switched: frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,7 @@ def _blocks(calls: list[_Call], base: tuple[int, ...], backwards: bool, rows: in
 
     def cut(name: str, shape: tuple[int, ...]) -> Cut | None:
         found = [Cut(dim, streams) for dim, size in enumerate(shape) if (streams := of(size)) is not None]
-        if not found and shape[0] % rows == 0 and shape[0] // rows in base and name not in returned:
+        if not found and shape and shape[0] % rows == 0 and shape[0] // rows in base and name not in returned:
             found = [Cut(0, (base.index(shape[0] // rows),), of_rows=True)]
         if len(found) != 1 or ("mask" in name and len(found[0].streams) > 1):
             return None  # attention permutes a mask of all tokens itself
@@ -343,12 +344,14 @@ def _blocks(calls: list[_Call], base: tuple[int, ...], backwards: bool, rows: in
             found = tuple(attention(*one, replicated) for one in site if one[0] == "softmax" or of(one[1]))
             if any(set(x.keys) != {REPLICATED} for x in found):
                 sites[path] = found
+        batch = min(call.outputs.values(), default=())[:1]
+        switches = bool(sites) and all(len(x) > 1 and x[0] > rows and of(x[1]) for x in call.outputs.values())
         block = Block(
             {key: cut(key[0], shape) for key, shape in call.arguments.items()},
             {key: cut(key[0], shape) for key, shape in call.outputs.items()},
             sites,
             by_rows=any(x.kind == "rows" for site in sites.values() for x in site),
-            switches=bool(sites) and all(shape[0] > rows and of(shape[1]) for shape in call.outputs.values()),
+            switched=frozenset(key for key, shape in call.arguments.items() if switches and shape[:1] == batch),
         )
         before = kinds.setdefault(made_of(call.block), block)
         before.arguments.update({k: v for k, v in block.arguments.items() if k not in before.arguments})

@@ -140,7 +140,7 @@ class Tokens:
         self.sizes = Sizes()
         self.is_split = False  # while a checkpointed block runs
         self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
-        self.plans: dict[Any, Any] = {}  # of attention in a ring
+        self.plans: dict[Any, Any] = {}  # of attention in a ring, the last ones
         self.kept: Kept | None = None
 
     def parts(self, streams: tuple[int, ...], held: int | None = None) -> Parts:
@@ -192,7 +192,7 @@ class Tokens:
         lengths = self.sizes.lengths
         if streams:
             lengths = tuple(x.shape[c.dim] for x, c in (cut[name] for name in streams))
-        rows = next(iter(cut.values()))[0].shape[0] if block.switches else 0
+        rows = next(iter(cut.values()))[0].shape[0] if block.switched else 0
         self.sizes = Sizes(lengths, arguments["width"] if block.by_rows else 1, rows * (rows >= self.sp.size))
         if lengths[0] // self.sizes.unit < self.sp.size:
             raise LongspanError(
@@ -202,14 +202,16 @@ class Tokens:
         if block.by_rows:
             arguments["height"] = self.parts((0,)).held[0] // self.sizes.unit
         if self.sizes.rows:
-            split: dict[str, Any] = map_tensors(arguments, lambda path, x: self._switch(x, cut.get(path)))
+            split: dict[str, Any] = map_tensors(
+                arguments, lambda path, x: self._switch(x, cut.get(path)) if (path, x.dim()) in block.switched else x
+            )
         else:
             split = _with(arguments, block.arguments, self.split)
         return split
 
     def _switch(self, x: Tensor, of: tuple[Tensor, Cut] | None) -> Tensor:
         """Return this rank's rows, with all their tokens."""
-        if x.dim() == 0 or x.shape[0] != self.sizes.rows or self.sp.group is None:
+        if x.shape[0] != self.sizes.rows or self.sp.group is None:
             return x
         if of is None or x.shape[1] == self.sizes.lengths[0]:
             return shard_along(x, 0, self.sp.group)
@@ -273,7 +275,7 @@ class Tokens:
                 block = structure.blocks[path][made_of(module)]
                 self.blocks[module] = inspect.signature(type(module).forward), block, streams
                 streams = ()
-                if block.switches:
+                if block.switched:
                     module.register_forward_hook(self._switch_back)
                 module.register_forward_pre_hook(self._split_hook(), with_kwargs=True)
                 attention += [
