@@ -65,7 +65,7 @@ class Known:
         if isinstance(text, Tensor) and any(len(names) > 1 for names in self.structure.regions.values()):
             tokens["encoder_hidden_states"] = text.shape[1]
         n = tokens["hidden_states"]
-        if n < ranks and self.structure.regions:
+        if n < ranks:
             raise LongspanError(
                 f"`hidden_states` has {n} tokens, fewer than the {ranks} ranks; use at most {n} ranks, or pad it"
             )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from longspan.diffusion.check import Known, at_entrance, read, shard_tokens
 from longspan.diffusion.structure import map_tensors, named_arguments, unknown_block
 from longspan.diffusion.tokens import Tokens
 from longspan.hf.batch.compare import BatchCheck
-from longspan.hf.forward.misuse import refuse_copies
+from longspan.hf.forward.misuse import refuse_copies, refuse_saving_shards
 from longspan.hf.model.support import draws
 from longspan.hf.preconditions import ParallelizeOptions, facts_of
 from longspan.hf.state import DiffusionState
@@ -36,8 +35,10 @@ from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientAverage
 
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
-
-
+_SAVE = (
+    "gather them on every rank by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+    "full_state_dict=True, and load them into a plain model"
+)
 _OPTIONS = ("fsdp", "mp_policy", "weights", "check_batches", "check_weights", "gather_output")
 
 
@@ -70,8 +71,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, known.structure.all_lists, options.mp_policy)
         model.register_forward_hook(_reshard_without_backward)
-        for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
-            setattr(model, method, functools.partial(_cannot_save, method))
+        refuse_saving_shards(model, model, _SAVE)
     elif sp.fsdp_size > 1:
         gradients = GradientAverage(model.parameters(), sp)
     refuse_copies(model)
@@ -138,14 +138,6 @@ def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
     """Release the weights outside the blocks after sampling, or the next forward would not see an optimizer's step."""
     if not torch.is_grad_enabled():
         reshard(model)
-
-
-def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
-    raise LongspanError(
-        f"{method} cannot save shards, and the weights of this model are sharded; gather them on every rank by "
-        f"torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, and load them into a "
-        f"plain model"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
