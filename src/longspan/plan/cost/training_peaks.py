@@ -54,6 +54,9 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
     in_loss, in_head = ({**(at_loss + final_norm).items(), **each, "hidden": hidden} for each in w.loss_and_head())
     in_loss["logits"] = _logits_bytes(c)
+    if (teacher := c.teacher) is not None:  # its hidden states and its head
+        in_loss["hidden"] += teacher.tokens * teacher.d * c.b // c.hidden_shards
+        in_loss["gathered_weights"] += gathered_bytes(teacher, 0, heads=1)
     phases = _layer_phases(c, hidden)
     in_layers = [
         {**(saved - freed).items(), **weights, **items, "gradients": weights["gradients"] + items.get("gradients", 0)}
@@ -63,6 +66,11 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     peaks = [in_loss, in_head, *in_layers, *w.outside_layers(), *w.tower_backward()]
     held = held_by_tower(c)  # the tower's backward is the last
     return [{**peak, "vision": held + peak.get("vision", 0)} for peak in peaks]
+
+
+def accumulated_bytes(c: CostContext, once: bool) -> int:
+    """Return the bytes of the gradients of earlier micro-batches."""
+    return _Weights(c, once).earlier
 
 
 def _logits_bytes(c: CostContext) -> int:
