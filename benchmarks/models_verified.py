@@ -178,8 +178,7 @@ tensor axis.
 
 ## Diffusion
 
-Names are those of classes of diffusers. Latte has no ring; another class is accepted if the check of `parallelize`
-passes.
+Names are those of classes of diffusers. Another class is accepted if the check of `parallelize` passes.
 
 {_rows("model", "training")}
 {chr(10).join(f"|{x}|equal|" for x in CLASSES if _on_all(on_meshes, "diffusion", x))}
