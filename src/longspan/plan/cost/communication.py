@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint, most_mlp_tiles
 from longspan.plan.cost.saved import mlp_tiles
+from longspan.plan.cost.slices import layers_by_slices
 from longspan.plan.cost.weights import (
     ROWS,
     block_weights_sent,
@@ -109,8 +110,8 @@ def _times(sents: Iterable[Sent], times: int) -> list[Sent]:
 def _step(c: CostContext, once: bool) -> Iterator[Sent]:
     micro, forwards = c.micro_batches, c.job.forwards
     sums = 1 if once else micro
-    for layer, layers in c.model.layer_kinds:
-        yield from _times(method_sent(layer, c), layers * micro)
+    for layer, of_slices, layers in layers_by_slices(c):
+        yield from _times(method_sent(layer, of_slices), layers * micro)
         others = (sent for sent in layer_tensor_sent(layer, c.of_layer(layer)) if not sent.method)
         weights = [*others, *layer_weights_sent(layer, c)]
         for sent in weights:
