@@ -236,6 +236,11 @@ COMPRESSED: dict[str, dict[str, Any]] = {
         "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], "index_n_heads": 2,
         "index_head_dim": 4, "index_block_size": 3, "index_topk_blocks": 3, "initializer_range": 0.2,
     },
+    "Qwen4ExpText": {
+        **_DELTA_NET, **_EXPERTS, "layer_types": [_LINEAR, "indexed_attention"], "head_dim": 8, "hc_count": 2,
+        "hc_lowrank": 8, "shared_expert_intermediate_size": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2, "initializer_range": 0.2,
+    },
 }  # fmt: skip
 MORE |= COMPRESSED
 

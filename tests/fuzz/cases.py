@@ -237,7 +237,7 @@ def batch_of(case: Case, number: int, vocabulary: int, replica: tuple[int, int] 
     kind, _, name = case.family.partition("/")
     if kind == "types":
         model = build(case.family, case.config, case.seed)
-        side, seed = case.padding or "left", case.seed + 1000 * number
+        side, seed = case.padding or ("right" if "minimax_m3" in name else "left"), case.seed + 1000 * number
         plain, whole = (multimodal.batch(model, part, side=side, seed=seed) for part in ((0, 1), replica))
         return Batch(whole, plain, whole["attention_mask"].bool(), [])
     if kind == "vision":

@@ -14,6 +14,9 @@ from longspan.hf.model.small import shrunk
 from longspan.hf.model.vision import encoders_of
 from tests.fuzz import families
 
+_SOUNDS = ("audioflamingo3", "musicflamingo")
+"""Types that read sounds, and that transformers lists elsewhere."""
+
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 _STARTS = {"vision_start_token_id": 55, "vision_end_token_id": 56, "audio_start_token_id": 54}
@@ -39,21 +42,22 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 """Values of types whose default config lacks what their checkpoints have."""
 
 
-def types() -> list[str]:
+def types() -> dict[str, str]:
+    """Return the class of each image-text-to-text and audio-text-to-text type."""
     from transformers.models.auto import modeling_auto as auto
 
-    return list(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    sounds = {name: auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[name] for name in _SOUNDS}
+    return auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | sounds
 
 
 def build(model_type: str, changes: dict[str, Any]) -> Any:
     """Return a small model in fp32."""
     import transformers
-    from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[model_type]
     config = shrunk(cls, {"max_position_embeddings": 256} | changes, CHECKPOINTS | families.AS_CHECKPOINTS)
-    kind = getattr(transformers, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+    kind = getattr(transformers, types()[model_type])
     model = kind._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -75,7 +75,7 @@ CASES: list[Any] = [
     (4, "GlmMoeDsa", packed, [((1, 4, "contiguous"), REPLICATED)], False),
     (4, "AXK2", RIGHT, [((2, 2, "zigzag"), FSDP)], False),
     (4, "HYV4", with_holes, [((1, 1, "auto"), FSDP)], False),
-    (4, "Dots3NoteText", inputs_of, [((1, 2, "zigzag"), REPLICATED)], False),
+    (4, "Qwen4ExpText", LEFT, [((1, 2, "zigzag"), REPLICATED)], False),
     (4, "DeepseekV4", RIGHT, [((1, 2, "zigzag"), FSDP)], False),
     (4, "MiniMaxM3VLText", RIGHT, [((1, 4, "zigzag"), FSDP)], False),
     (2, "GlmMoeDsa", inputs_of, [((1, 2, "zigzag"), {"memory": Memory(checkpointing="grouped")}),

@@ -11,7 +11,6 @@ import longspan
 from longspan.compat.reading import vision_core
 from longspan.core.errors import LongspanError
 from longspan.hf.model import rule
-from longspan.hf.model.encoders import UNKNOWN
 from longspan.hf.model.examples import example
 from longspan.hf.model.vision import encoders_of
 from tests.choose import confirming
@@ -31,8 +30,8 @@ def _on_ranks(model_type: str, ring: int, fsdp: bool, truth: Truth) -> None:
     compare(truth, model, multimodal.batch(_model(model_type)), sp)
 
 
-# Pictures whose embeddings are counted after they are encoded, and before; images, videos and audio with axes.
-ON_RANKS = [("smolvlm", 2, True), ("lighton_ocr", 1, True), ("qwen2_5_omni_thinker", 2, False)]
+# Images, videos and sounds, some padded; pictures that may be padding; images and sounds with axes.
+ON_RANKS = [("gemma4", 2, True), ("smolvlm", 1, True), ("lighton_ocr", 1, True), ("qwen2_5_omni_thinker", 2, False)]
 
 
 @pytest.mark.parametrize(("model_type", "ring", "fsdp"), [ON_RANKS[0], *confirming(ON_RANKS[1:])])
@@ -54,6 +53,12 @@ def _replicas(model_type: str) -> None:
         text = torch.full_like(mine["input_ids"], 5)
         mine = {"input_ids": text, "labels": text, "attention_mask": mine["attention_mask"]}
     model(**mine).loss.backward()  # runs the encoder on a small picture where there is none
+    mine = multimodal.batch(_model(model_type), (sp.data_rank, 2))
+    if sp.data_rank == 0:
+        token = getattr(model.config, encoders_of(_model(model_type))[0].token)
+        mine["input_ids"] = torch.where(mine["input_ids"] == token, 5, mine["input_ids"])
+    with pytest.raises(LongspanError, match="has 0 image placeholders .* gives"):  # on both ranks
+        model(**mine)
 
 
 def test_replicas(pool2: RankPool) -> None:
@@ -68,7 +73,10 @@ def test_units(model_type: str) -> None:
     given = example(core, "image", torch.Generator().manual_seed(0))
     assert given is not None
     units = encoder.units(core, given)
-    assert units.rows == (UNKNOWN if model_type == "smolvlm" else (1, 1))
+    assert units.rows == ((8,) if model_type == "smolvlm" else (1, 1))
+    if model_type == "smolvlm":
+        given["pixel_values"][0, 1] = 0  # fills up a row
+        assert encoder.units(core, given).rows == (4,)
     assert units.patches == ((32,) if model_type == "smolvlm" else (16, 16))
 
 

@@ -17,6 +17,7 @@ from longspan.core.memory import Memory
 from longspan.hf.preconditions import Checked, ParallelizeOptions
 from tests.choose import confirming
 from tests.fakes import fake_world
+from tests.fuzz.families import build as small_model
 from tests.models import (
     UNEVEN,
     Case,
@@ -204,6 +205,10 @@ def test_other_adapters_and_styles_are_refused() -> None:
     text = _refusal(wide, 2)
     assert "lora_magnitude_vector" in text and "LoRA" in text
     assert "'tp'" in _refusal(a_model("Llama"), 2, tensor_style="ring")
+    text = _refusal(small_model("causal/gemma3n_text", {}, 0), 2)
+    assert "Gemma3nTextAltUp model.layers.0.altup reads the weight of" in text and "tensor=1" in text
+    text = _refusal(small_model("causal/gemma4_text", {}, 0), 2, **SP)
+    assert "embed_tokens_per_layer embeds all tokens" in text
 
 
 @on_ranks(2)

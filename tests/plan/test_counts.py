@@ -256,6 +256,11 @@ M3 = {
     "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"], "index_n_heads": 4,
     "index_head_dim": 4, "index_block_size": 4, "index_topk_blocks": 3,
 }  # fmt: skip
+QWEN4 = {
+    **NEXT, "model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "indexed_attention"], "hc_count": 2,
+    "num_hidden_layers": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 10,
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "head_dim": 8,
+}  # fmt: skip
 KIMI = {
     "model_type": "kimi_linear", "pad_token_id": 0, "num_hidden_layers": 5, "num_key_value_heads": 8,
     "linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -346,10 +351,12 @@ CASES = [
     (ParallelConfig(data=2, ulysses=2), DSA, {"weight_sharding": False}),
     (ParallelConfig(ring=2, ulysses=2), V4, {"memory": CHECKPOINTED}),
     (ParallelConfig(ulysses=2), M3, {}),
+    (ParallelConfig(ring=2, ulysses=2), QWEN4, {"memory": CHECKPOINTED}),
 ]
 
 
-CONFIRMING = (9, 10, 12, 14, 19, 24, 25, 28, 30, 33, 35, 41, 42)  # each axis and option of theirs is in another case
+# Each axis and option of these is in another case.
+CONFIRMING = (9, 10, 12, 14, 19, 24, 25, 28, 30, 33, 35, 41, 42, 53)
 
 
 @pytest.mark.parametrize(
@@ -454,6 +461,32 @@ def test_a_step_of_few_weights_sends_what_is_planned(
     assert step_sent(0, mesh, config, 37, {**options, "tuning": tuning}) == sent_by(plan)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "teacher", "options"),
+    [
+        (ParallelConfig(ulysses=2), {"hidden_size": 64, "num_hidden_layers": 2}, {"memory": CHECKPOINTED}),
+        (ParallelConfig(ring=2), {"model_type": "qwen3", "tie_word_embeddings": True}, {"dtype": "bf16"}),
+        (ParallelConfig(ulysses=2), {}, {"weight_sharding": False}),
+        (ParallelConfig(tensor=2), {"hidden_size": 64}, {}),
+    ],
+)
+def test_a_step_with_a_teacher_sends_what_is_planned(
+    mesh: ParallelConfig, teacher: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Its forward, and its head once more for the loss, which has more sums per token on a tensor axis."""
+    options, teacher = {"dtype": "fp32", **options}, {**LLAMA, **teacher}
+    model = shape_from_config(LLAMA, "test").taught_by(shape_from_config(teacher, "teacher"))
+    plan = cost(model, job_on(mesh, context=37, batch=mesh.data, **options), CPU)
+    assert plan.model.teacher is not None
+    at_rest = (
+        plan.memory_bytes["weights"] - Plan(shape_from_config(LLAMA, "test"), plan.job, CPU).memory_bytes["weights"]
+    )
+    if mesh.tensor == 1:
+        assert at_rest == plan.model.teacher.params * plan.c.b // plan.c.weight_ranks
+    by_rank = [step_sent(rank, mesh, LLAMA, 37, options, teacher=teacher) for rank in range(mesh.ring)]
+    assert max(by_rank, key=total) == sent_by(plan)
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("once", [True, False])
 def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) -> None:
@@ -545,28 +578,39 @@ def step_sent(
     options: dict[str, Any],
     micro: int = 1,
     waits: int = 0,
+    teacher: dict[str, Any] | None = None,
 ) -> Counter[tuple[str, int]]:
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    def build(config: dict[str, Any]) -> Any:
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.CONFIG_MAPPING[config["model_type"]](**config)
+        )
+
     with fake_world(rank, mesh.ranks):
         sp = sharding(mesh, options.get("layout", "auto"))
-        cls = transformers.CONFIG_MAPPING[config["model_type"]]
-        model = tuned_model(transformers.AutoModelForCausalLM.from_config(cls(**config)), options.get("tuning"))
+        model = tuned_model(build(config), options.get("tuning"))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.fsdp_ranks > 1 else None
         by_transformers = options.get("memory") == CHECKPOINTED and "experts" not in options
         memory_options = "fastest" if by_transformers else options.get("memory", "fastest")
         passed = {"tensor_style": options.get("tensor_style", "tp"), "experts": options.get("experts", 1)}
         model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options, **passed)
+        if teacher is not None:
+            kind = {"fsdp": sharded, "mp_policy": policy, "tensor_style": passed["tensor_style"]}
+            other = longspan.parallelize(build(teacher).requires_grad_(False), sp, **kind)
         if by_transformers:
             model.gradient_checkpointing_enable()
         model.train()
         tokens = torch.zeros(1, n, dtype=torch.long)
+        batch = {"input_ids": tokens, "labels": tokens}
         with count_sent() as sent:
             for i in range(micro):
                 with longspan.no_sync(model) if i < waits else contextlib.nullcontext():
-                    model(input_ids=tokens, labels=tokens).loss.backward()
+                    taught = teacher is not None
+                    loss = longspan.distillation_loss(model, other, batch, beta=0.5) if taught else model(**batch).loss
+                    loss.backward()
     return Counter((one.op, one.bytes) for one in sent)
 
 

@@ -18,10 +18,9 @@ import torch.distributed as dist
 import yaml
 
 from longspan.core.errors import LongspanError
-from tests.choose import each_value
 from tests.pool import RankPool, run_forked
 from tests.train.chats import write_rows
-from tests.train.training import COMMON, LLAMA, config_of, log_of, losses_of, train
+from tests.train.training import COMMON, LLAMA, config_of, log_of, losses_of, train, write_config
 
 pytestmark = pytest.mark.versions
 
@@ -31,8 +30,11 @@ MESHES = {2: {"ring": 2}, 4: {"data": 2, "ulysses": 2}}
 
 
 def by_trl(method: str, config: Path) -> None:
-    """Run TRL's script on one process."""
+    """Run TRL's script on one process; GKD, which has none, by its trainer."""
     from importlib import import_module
+
+    if method == "gkd":
+        return _gkd(yaml.safe_load(config.read_text()))
 
     script = import_module(f"trl.scripts.{method}")
     *parsed, rest = script.make_parser().parse_args_and_config(["--config", str(config)], return_remaining_strings=True)
@@ -40,23 +42,43 @@ def by_trl(method: str, config: Path) -> None:
     script.main(*parsed)
 
 
+def _gkd(keys: dict[str, Any]) -> None:
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    folder, teacher, (data,) = (
+        keys.pop("model_name_or_path"),
+        keys.pop("teacher_model_name_or_path"),
+        keys.pop("datasets"),
+    )
+    model, other = (AutoModelForCausalLM.from_pretrained(name) for name in (folder, teacher))
+    rows, tokenizer = load_dataset(**data, split="train"), AutoTokenizer.from_pretrained(folder)
+    GKDTrainer(model, other, GKDConfig(**keys), train_dataset=rows, processing_class=tokenizer).train()
+
+
 STEPS = 8
 SHORT = {"max_steps": STEPS, "save_steps": STEPS}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"assistant_only_loss": True, "packing": True, **SHORT}),
     "dpo": ("dpo", {"per_device_train_batch_size": 2, "learning_rate": 3e-4, **SHORT}),
+    "gkd": ("gkd", {"lmbda": 0.3, "max_new_tokens": 6, **SHORT}),
 }
+
+
+def taught(toy: Path, method: str) -> dict[str, str]:
+    return {"teacher_model_name_or_path": str(toy / "teacher")} if method == "gkd" else {}
 
 
 @functools.cache
 def plain_log(toy: Path, kind: str) -> list[dict[str, Any]]:
     method, changes = KINDS[kind]
     out = toy / f"plain-{kind}"
-    by_trl(method, config_of(toy, method, out, **changes))
+    by_trl(method, config_of(toy, method, out, **changes, **taught(toy, method)))
     return log_of(out, STEPS)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), each_value(["sft", "dpo"], [4, 2]))
+@pytest.mark.parametrize(("kind", "ranks"), [("sft", 4), ("dpo", 2), ("gkd", 2)])
 def test_the_log_is_that_of_trl(
     get_pool: Callable[[int], RankPool], toy: Path, kind: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -64,7 +86,7 @@ def test_the_log_is_that_of_trl(
     mesh = MESHES[ranks]
     rows = changes.get("per_device_train_batch_size", 4) // mesh.get("data", 1)
     options = {**changes, **mesh, "per_device_train_batch_size": rows}
-    config = config_of(toy, method, tmp_path / "run", **options)
+    config = config_of(toy, method, tmp_path / "run", **options, **taught(toy, method))
     get_pool(ranks).run(train, [method, "--config", str(config)], timeout=240)
     expected, found = plain_log(toy, kind), log_of(tmp_path / "run", STEPS)
     assert len(found) == len(expected) == STEPS
@@ -268,6 +290,8 @@ def test_rows_get_the_columns_of_trl(row: dict[str, Any], expected: dict[str, An
         ([{"conversations": [{"from": "bot", "value": "x"}]}], "sft", "row 0: a turn of `conversations` has the role"),
         ([{"instruction": "x", "output": ""}], "sft", "row 0: `instruction` and `output` must be texts"),
         ([{"text": "x"}], "dpo", "no `chosen` and `rejected`, which dpo needs; it has text"),
+        ([{"prompt": "x", "completion": "y"}], "kto", "no `label`, which kto needs; it has prompt, completion"),
+        ([{"text": "x"}], "gkd", "has the columns text, and no .*chats: messages"),
     ],
 )
 def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, match: str) -> None:
@@ -338,6 +362,29 @@ def test_bad_input_is_refused_before_a_rank_starts(
     argv = ["sft", "--config", str(config), *(text for pair in changes.items() for text in pair)]
     with pytest.raises(LongspanError, match=match):
         run(argv)
+
+
+def test_a_teacher_is_checked_before_a_rank_starts(toy: Path, tmp_path: Path) -> None:
+    from longspan.train.command import run
+
+    write_config(tmp_path, vocab_size=400)
+    config = str(config_of(toy, "gkd", tmp_path / "run"))
+    for given, match in (
+        ([], "train needs `teacher_model_name_or_path`"),
+        ([str(tmp_path)], "its vocabulary has 400 tokens and the model's 384"),
+        ([str(toy / "teacher"), "--context", "400"], "528"),  # with 128 tokens that are generated
+        ([str(toy / "teacher"), "--packing", "true"], "packing: gkd trains on whole rows"),
+    ):
+        with pytest.raises(LongspanError, match=match):
+            run(["gkd", "--config", config, *(["--teacher_model_name_or_path"] * bool(given)), *given])
+
+
+def test_every_method_has_its_classes_in_trl() -> None:
+    from longspan.train import METHODS
+    from longspan.train.arguments import class_of, parser_of
+
+    for method in METHODS:
+        assert class_of(method, "Trainer") and parser_of(method).prog == f"longspan train {method}"
 
 
 def test_a_dry_run_says_what_would_run(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

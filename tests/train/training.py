@@ -46,12 +46,14 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def make_toy(folder: Path) -> Path:
-    """Write a small model with its tokenizer, chats, preferences and texts."""
+    """Write a small model with its tokenizer, a wider teacher, chats, preferences and texts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(**{**LLAMA, "eos_token_id": 0})
     LlamaForCausalLM(config).save_pretrained(folder / "model")
+    wider = {"hidden_size": 48, "num_attention_heads": 6, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), **wider})).save_pretrained(folder / "teacher")
     make_tokenizer(GENERATION).save_pretrained(folder / "model")
     chats, pairs = [], []
     for at in range(60):
@@ -69,7 +71,7 @@ def make_toy(folder: Path) -> Path:
 
 def config_of(toy: Path, method: str, out: Path, **changes: Any) -> Path:
     """Write a file that `trl` reads, too; return its path."""
-    data = {"sft": "chats.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}[method]
+    data = "chats.jsonl" if method in ("sft", "gkd") else "pairs.jsonl"
     keys = {
         "model_name_or_path": str(toy / "model"), "output_dir": str(out),
         "datasets": [{"path": "json", "data_files": str(toy / data)}], **COMMON, **changes,

@@ -87,6 +87,7 @@ def test_flops_of_experts_windows_recurrences_frozen_weights_and_a_reference() -
     pairs = 2 * 2 * 2 * 16 * (5 * 6 / 2 + 27 * 5)  # two layers; scores and values
     assert model_flops(shape, 32, 32 * 33 // 2) == 6 * 32 * weights + 3 * pairs
     assert model_flops(shape, 32, 32 * 33 // 2, trained=0.0, forwards=2) == 6 * 32 * weights + 4 * pairs
+    assert model_flops(shape, 32, 32 * 33 // 2, backwards=0) == 2 * 32 * weights + pairs  # a teacher
     frozen = 2 * 32 * (4 * 16 * 16 + 16 * 8 + 2 * 3 * 16 * 24) + 2 * pairs / 2  # no backward of the first layer
     assert model_flops(shape, 32, 32 * 33 // 2, frozen=1) == 6 * 32 * weights + 3 * pairs - frozen
     recurrent = shape_of(Qwen3NextConfig(**sizes, layer_types=["linear_attention", "full_attention"]))  # type: ignore[arg-type]
@@ -99,6 +100,11 @@ def test_tokens_and_pairs_are_counted_without_padding_and_within_documents() -> 
     assert count_tokens({"input_ids": ids, "attention_mask": padded}).tolist() == [9, 6 + 21]
     packed = torch.tensor([[0, 1, 2, 0, 1, 0]])
     assert count_tokens({"input_ids": ids[:1], "position_ids": packed}).tolist() == [6, 6 + 3 + 1]
+    ids, of_pair = ids[:1], {"chosen_input_ids": ids, "rejected_input_ids": ids}
+    of_pair |= {"chosen_attention_mask": padded[:1], "rejected_attention_mask": padded[1:]}
+    generated = {"prompt_ids": ids, "prompt_mask": padded[:1], "completion_ids": ids, "completion_mask": padded[1:]}
+    assert count_tokens(of_pair).tolist() == [9, 6 + 21]
+    assert count_tokens(generated).tolist() == [9, 45]
     assert count_tokens({"inputs_embeds": torch.zeros(1, 4, 8)}).tolist() == [4, 10]
 
 

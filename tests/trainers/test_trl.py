@@ -141,7 +141,7 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent", "orpo", "simpo", "gkd",
+CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent", "orpo", "simpo",
           "distillation")  # fmt: skip
 
 
@@ -286,14 +286,24 @@ def _grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[st
 
 
 SHARED = {"steps_per_generation": 1, "shared_prefixes": True}
-REUSED = {"steps_per_generation": 2, "num_iterations": 2, "entropy_coef": 0.05}
+REUSED = {
+    "rollout_func": None,
+    "max_completion_length": 9,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "entropy_coef": 0.05,
+}
 
 
-@pytest.mark.parametrize(("mesh", "changes"), [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, SHARED)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, SHARED)],
+    ids=str,
+)
 def test_grpo_logs_what_one_process_logs(
     get_pool: Callable[[int], RankPool], mesh: dict[str, int], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Ratio, KL and entropy of the policy."""
+    """Ratio, KL and entropy of the policy; also on completions that the model generates over its ranks."""
     build("Llama").save_pretrained(tmp_path / "model")
     expected = grpo(None, tmp_path / "plain", tmp_path / "model", changes)
     assert any(record.get("kl", 0) > 1e-4 for record in expected)
@@ -309,8 +319,9 @@ def test_grpo_logs_what_one_process_logs(
 def _other_trainers(out: Path) -> list[str]:
     """Return how TRL's other trainers are refused, when made or in their first step."""
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer
+    from trl import DPOConfig, DPOTrainer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from trl.experimental.tpo import TPOConfig, TPOTrainer
 
     class OwnGKDTrainer(GKDTrainer):  # type: ignore[misc]
@@ -323,16 +334,13 @@ def _other_trainers(out: Path) -> list[str]:
         (TPOTrainer, TPOConfig, "preference", {}),
         (OwnGKDTrainer, GKDConfig, "chat", {"teacher_model": build("Llama", seed=1)}),
         (GKDTrainer, GKDConfig, "chat", {"teacher_model": build("Llama", seed=1), "compute_metrics": dict}),
-        (RLOOTrainer, RLOOConfig, "preference", {"reward_funcs": _reward}),
+        (OnlineDPOTrainer, OnlineDPOConfig, "prompt", {"reward_funcs": _reward}),
         (DPOTrainer, precomputed, "preference", {"ref_model": build("Llama", seed=1)}),
     ]
     with as_launched():
         quiet()
         for cls, config, data, more in made:
             common = COMMON | {"max_steps": 1, "per_device_train_batch_size": 2}
-            if cls is RLOOTrainer:
-                common |= {"num_generations": 2, "beta": 0.0}
-                del common["max_length"]
             try:
                 longspan.trainer(cls)(
                     model=build("Llama"), args=config(output_dir=str(out), **common), processing_class=tokenizer(),
@@ -346,16 +354,15 @@ def _other_trainers(out: Path) -> list[str]:
 
 
 def test_other_trainers_are_refused_with_what_to_do(pool2: RankPool, tmp_path: Path) -> None:
-    for tpo, own, gkd, rloo, dpo in pool2.run(_other_trainers, tmp_path, timeout=120):
+    for tpo, own, gkd, online, dpo in pool2.run(_other_trainers, tmp_path, timeout=120):
         assert tpo.startswith("TPOTrainer computes its loss from the logits") and "token_logprobs" in tpo
         assert "OwnGKDTrainer compares its model with a teacher" in own and "distillation_loss" in own
         assert "compute_metrics" in gkd
-        assert "RLOOTrainer generates with its model" in rloo and "use GRPOTrainer" in rloo
+        assert "OnlineDPOTrainer generates in a way" in online and "use GRPOTrainer" in online
         assert "precompute_ref_log_probs=True" in dpo and "leave it out" in dpo
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [
-    ({"rollout_func": None}, {"ulysses": 2}, "GRPOTrainer generates with its model.*give GRPOTrainer a rollout_func="),
     ({"num_generations": 4, "steps_per_generation": 1}, {"data": 2}, "num_generations=4 completions .* gives it 2"),
     ({"cast_lm_head_to_fp32": True}, {"ulysses": 2}, "cast_lm_head_to_fp32=True"),
     ({"scale_rewards": "batch"}, {"ulysses": 2}, "='batch' computes a deviation or a quantile .* each completion 2 t"),

@@ -31,17 +31,14 @@ T = TypeVar("T")
 # The model that `parallelize` gets.
 
 
-def check_float8_scales(model: nn.Module, sp: SequenceSharding, *, tiled: bool = False) -> None:
-    """Raise for linear layers in float8 that would round differently than on one device.
-
-    `tiled`: whether some run tile by tile over tokens.
-    """
+def check_float8_scales(model: nn.Module, sp: SequenceSharding) -> None:
+    """Raise for linear layers in float8 that would round differently than on one device."""
     layers = float8_layers(model)
     path = next((path for path, layer in layers.items() if float8_scales_span_tokens(layer)), None)
-    if path is not None and (tiled or sp.fsdp_size > 1):
+    if path is not None and sp.fsdp_size > 1:
         raise LongspanError(
-            f"layer {path} is in float8 with scales over all tokens, but each {'tile' if tiled else 'rank'} would "
-            'round its tokens by its own scale; use Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), whose '
+            f"layer {path} is in float8 with scales over all tokens, but each rank would round its tokens by its own "
+            'scale; use Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), whose '
             "scales are of single tokens"
         )
 

@@ -51,6 +51,60 @@ def float8_scales_span_tokens(layer: Any) -> bool:
     return any(cast.scaling_type.value != "disabled" for cast in (*coarse, *of_weights))
 
 
+def float8_of(layer: Any) -> tuple[bool, bool]:
+    """Return whether a linear layer rounds to float8 by scales over tokens, and whether FSDP gathers its weight so."""
+    if not float8_layers(layer):
+        return False, False
+    return float8_scales_span_tokens(layer), bool(layer.config.enable_fsdp_float8_all_gather)
+
+
+def share_float8_scales(layer: Any, reduce: Callable[[Any], None] | None) -> bool:
+    """Let a float8 layer with one scale per tensor round by the largest entry over all ranks; return whether it is one.
+
+    `reduce` replaces a maximum by that of all ranks; None: only ask. As in torchao's tensor parallelism, inputs and
+    gradients reach the layer's matmul cast already.
+    """
+    import torch
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_scaling_utils import hp_tensor_and_scale_to_float8
+    from torchao.float8.float8_training_tensor import GemmInputRole
+    from torchao.float8.float8_utils import amax_to_scale
+
+    config, products = layer.config, layer.linear_mm_config
+    of_input, of_gradient = config.cast_config_input, config.cast_config_grad_output
+    again = config.cast_config_input_for_grad_weight, config.cast_config_grad_output_for_grad_weight
+    scales = {(cast.scaling_granularity.value, cast.scaling_type.value) for cast in (of_input, of_gradient)}
+    if scales != {("tensorwise", "dynamic")} or (of_input, of_gradient) != again:
+        return False
+    if reduce is None:
+        return True
+
+    def cast(x: Any, dtype: Any, role: Any) -> Any:
+        largest = x.detach().abs().max()
+        reduce(largest)
+        scale = amax_to_scale(largest, dtype, round_scales_to_power_of_2=config.round_scales_to_power_of_2)
+        return hp_tensor_and_scale_to_float8(x, scale, dtype, products, role)
+
+    class CastGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return cast(grad, of_gradient.target_dtype, GemmInputRole.GRAD_OUTPUT)
+
+    def forward(x: Any) -> Any:
+        if torch.is_autocast_enabled():
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        x = cast(x, of_input.target_dtype, GemmInputRole.INPUT)
+        out = CastGradient.apply(matmul_with_hp_or_float8_args.apply(x, layer.weight.t(), products, config))  # type: ignore[no-untyped-call]
+        return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+    layer.forward = forward
+    return True
+
+
 def fused_head_of(model: Any) -> dict[str, Any] | None:
     """Return the arguments of TRL's fused head, if it replaces a model's forward (`temperature`, ...); else None."""
     patched = vars(model).get("forward")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +40,8 @@ _PLANS: dict[str, dict[str, str]] = {
 """By `model_type`, styles that transformers' plan of a family lacks."""
 
 INDEXED = frozenset(
-    {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "hy_v4_vl_text", "mistral_large4_text", "dots3_note_text"}
+    {"deepseek_v32", "glm_moe_dsa", "glm5_next_text", "axk2", "hy_v4", "hy_v4_vl_text", "mistral_large4_text"}
+    | {"dots3_note_text"}
 )
 """Families with latent attention to the tokens that an indexer chooses, which gets its keys from the cache
 (`update_indexer`); a layer computes its keys and values by `expand_kv`.
@@ -57,7 +57,7 @@ def is_indexed(layer: Any) -> bool:
 
 
 ENCODER_OUTPUTS = "mm_encoder_outputs"
-"""The argument of a forward that accepts embeddings which the tower has computed before."""
+"""The argument of some forwards that accepts embeddings which the tower has computed before."""
 
 
 _ENCODES = ("get_image_features", "get_video_features", "get_audio_features")
@@ -70,10 +70,22 @@ def text_part(core: Any) -> Any:
 
 def vision_core(model: nn.Module) -> Any:
     """Return the module of a multimodal model that holds encoders and language model; None for other models."""
-    for core in (model, getattr(model, "model", None)):
+    for core in (getattr(model, "model", None), model):
         if text_part(core) is not None and any(hasattr(core, name) for name in _ENCODES):
-            return core if ENCODER_OUTPUTS in inspect.signature(model.forward).parameters else None
+            return core
     return None
+
+
+def return_rows(core: Any, outputs: Mapping[str, Any]) -> None:
+    """Let the encoder functions of these modalities return outputs that were computed before, until `encode_again`."""
+    for modality, output in outputs.items():
+        setattr(core, f"get_{modality}_features", lambda *args, output=output, **kwargs: output)
+
+
+def encode_again(core: Any) -> None:
+    """Undo `return_rows`."""
+    for name in _ENCODES:
+        vars(core).pop(name, None)
 
 
 def tower_modules(model: nn.Module) -> set[nn.Module]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -345,20 +346,34 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return made
 
 
+class _ConstantsOnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"device": "cpu"} if func in (torch.tensor, torch.arange) else {})})
+
+
 class _OnMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         leaves = _pytree.tree_leaves((args, kwargs))
-        if any(isinstance(x, Tensor) and x.is_meta for x in leaves) and "copy" not in func.__name__:
-            args, kwargs = _pytree.tree_map(_to_meta, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and not args[0].is_floating_point():
+            kwargs = {**kwargs, "device": args[0].device}  # how many a mask selects is known
+        elif any(isinstance(x, Tensor) and x.is_meta for x in leaves) and "copy" not in func.__name__:
+            with contextlib.suppress(RuntimeError):  # another device is an error but for indices
+                return func(*_pytree.tree_map(_floats_to_meta, args), **_pytree.tree_map(_floats_to_meta, kwargs))
+            args, kwargs = _pytree.tree_map(_to_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _floats_to_meta(x: Any) -> Any:
+    return _to_meta(x) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _to_meta(x: Any) -> Any:
-    # Indices keep their values: how many a mask selects is known.
-    small = isinstance(x, Tensor) and not x.is_floating_point()
-    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.dim() and not small else x
+    return x.to("meta") if isinstance(x, Tensor) and x.dim() else x
 
 
-def on_meta() -> Any:
-    """Within this, move floating tensors on the CPU to the meta device where they meet one that is there."""
-    return _OnMeta()  # type: ignore[no-untyped-call]
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Within this, move tensors to the meta device where they meet one that is there, integers as late as possible."""
+    with _ConstantsOnCpu(), _OnMeta():  # type: ignore[no-untyped-call]
+        yield

@@ -17,10 +17,19 @@ from longspan.core.errors import LongspanError
 
 
 def flat_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a nested state by the names that torch saves them under: keys and indices joined by dots."""
+    """Return the values of a nested state by the names that torch saves them under: keys and indices joined by dots.
+
+    Weights that torchao gathers in float8, and optimizer states made like them, are plain tensors of the same memory.
+    """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    return dict(flatten_state_dict(state)[0])
+    return {name: _unwrapped(x) for name, x in flatten_state_dict(state)[0].items()}
+
+
+def _unwrapped(x: Any) -> Any:
+    local: Any = x.to_local() if isinstance(x, DTensor) else x
+    wraps = type(local).__name__ == "WeightWithDynamicFloat8CastTensor"
+    return _like(x, local._tensor, tuple(x.shape)) if wraps else x
 
 
 _FEWEST = 4096  # elements of a weight for which low-bit states pay (as in bitsandbytes)

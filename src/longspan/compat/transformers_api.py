@@ -123,6 +123,16 @@ def reads(module: Any, attribute: str) -> bool:
     return code is None or attribute in code.co_names
 
 
+def reads_weight(module: Any, child: str) -> bool:
+    """Return whether a module of transformers uses the weight of a child itself, and not its dtype or device alone."""
+    if not type(module).__module__.startswith("transformers.models."):
+        return False
+    pattern = re.compile(rf"self\.{re.escape(child)}\.weight\b(?!\.(?:dtype|device))")
+    functions = [inspect.unwrap(x) for x in vars(type(module)).values() if inspect.isfunction(x)]
+    reading = [f for f in functions if {child, "weight"} <= set(f.__code__.co_names)]
+    return any(pattern.search(inspect.getsource(f)) for f in reading)
+
+
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
     """Return a model of class `cls` as `from_config` makes it (an `AutoModel` would choose the class itself).
 

@@ -77,6 +77,10 @@ NARROW_PARTS = 4
 rows."""
 
 
+DIVERGENCE_TENSORS = 4
+"""A tile of a divergence computes with so many tensors of logits, and has fewer tokens for it."""
+
+
 def head_tile(vocabulary: int, on_cpu: bool) -> int:
     """Return the tokens of a tile of deferred logits, a power of 2."""
     elements, fewest = HEAD_TILE[on_cpu]

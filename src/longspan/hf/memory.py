@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm.agree import gather_numbers, on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.friends_api import has_fla
+from longspan.compat.friends_api import float8_layers, float8_scales_span_tokens, has_fla
 from longspan.compat.reading import attention_layers, decoder_layers, head_dim_of, mixer_layers
 from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
@@ -409,6 +409,9 @@ class MemoryModules:
         self.names = {module: name for name, module in model.named_modules()}
         self.untiled: str | None = None  # why some MLP cannot run tile by tile
         self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
+        for path, layer in float8_layers(model).items():
+            if float8_scales_span_tokens(layer):
+                self.untiled = f"{path} is in float8 with scales over all tokens, so a tile would round by its own"
         inside = (module for layer in self.layers for module in layer.modules())
         self.norms = [*filter(_is_norm, inside), *filter(_is_norm, final_norm(model))]
 

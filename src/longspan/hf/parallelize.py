@@ -30,6 +30,7 @@ from longspan.diffusion.parallelize import shard_diffusion_model
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.cache.generate import replace_generate
 from longspan.hf.forward.binding import AttentionLayers
+from longspan.hf.forward.float8 import SharedScales
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of
 from longspan.hf.forward.misuse import ModelChangeCheck, refuse_copies, refuse_saving_shards
@@ -153,7 +154,8 @@ def parallelize(
     state = ParallelState(
         inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients, checked.experts
     )
-    state.forward = ForwardHooks(inner, state, batches, model_changes, compute_logits=logits)
+    scales = SharedScales.of(inner, sp)
+    state.forward = ForwardHooks(inner, state, batches, model_changes, scales, compute_logits=logits)
     state.forward.install(inner, fsdp=checked.shards_weights)
     if inner.can_generate():
         replace_generate(inner)

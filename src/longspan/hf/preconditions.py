@@ -28,13 +28,14 @@ from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import check_choice, check_count, check_flag, format_value
+from longspan.hf.forward.float8 import check_float8
 from longspan.hf.memory import AutoMemory, MemoryModules, PlannedModel
 from longspan.hf.model.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
 from longspan.hf.model.vision import core_of
 from longspan.hf.state import is_parallelized
 from longspan.hf.weights.experts import expert_groups
 from longspan.hf.weights.fsdp import check_cpu_offload
-from longspan.hf.weights.quantized import check_float8, check_quantized
+from longspan.hf.weights.quantized import check_quantized
 from longspan.hf.weights.tensor_rules import STYLES, TensorRules, TensorStyle
 from longspan.memory.offload import store_for
 
@@ -81,7 +82,7 @@ class Checked:
         _check_options(options, sp, self.shards_weights)
         _check_parameters(inner, options)
         check_quantized(inner, sp, options.mp_policy, memory, self.shards_weights)
-        check_float8(inner, sp, tiled=memory.tiled or options.memory == "auto")
+        check_float8(inner, sp)
         self.modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
         self.tensor_rules: TensorRules | None = None
         if sp.tensor_size > 1:

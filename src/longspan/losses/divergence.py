@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import collectives
+from longspan.core.tile_sizes import DIVERGENCE_TENSORS
 from longspan.losses.cross_entropy import scaled
 from longspan.losses.deferred_logits import DeferredLogits, VocabShard
 
@@ -43,7 +44,7 @@ class Divergence:
     temperature: float = 1.0
     top_k: int | None = None
     entropy: Tensor | None = None
-    tensors = 4
+    tensors = DIVERGENCE_TENSORS
 
     def of_tile(
         self,

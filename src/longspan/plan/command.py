@@ -102,6 +102,8 @@ class PlanConfig(NamedModel):
     """What is trained, if not all weights: lora=16 (LoRA of this rank), or all but freeze=*embed_tokens* (patterns of
     names). Options of LoRA: targets=q_proj+v_proj, the ends of the names of modules that get it (else all linear layers
     but the LM head); dora=true, a magnitude of each output, too; quantize=true, frozen weights in 4 bits (QLoRA)."""
+    teacher: str | None = None
+    """A frozen teacher beside the model, as of `longspan train gkd`: a model as --model. Each step runs its forward."""
     documents: bool = False
     """Plan the memory of packed documents (`packing` of `longspan train`): a ring needs more for them."""
     images: str | None = None
@@ -176,6 +178,7 @@ class PlanConfig(NamedModel):
         self.job()
         self.tuning.check(self.mode)
         for flag, given, modes in (
+            (f"--teacher {self.teacher}", self.teacher is not None, ("train",)),
             (f"--images {self.images}", self.images is not None, ("train",)),
             (f"--video {self.video}", self.video is not None, ("train",)),
             (f"--prefill-chunk {self.prefill_chunk}", self.prefill_chunk is not None, ("prefill",)),
@@ -209,6 +212,8 @@ def run(config: PlanConfig) -> int:
     from longspan.plan.from_model import read_model
 
     model = read_model(config.model, config.tuning)
+    if config.teacher is not None:
+        model = model.taught_by(read_model(config.teacher))
     hardware = config.hardware.gpu.hardware()
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)

@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.compat.friends_api import float8_layers
+from longspan.compat.friends_api import float8_layers, float8_of
 from longspan.compat.reading import (
     INDEXED,
     attention_layers,
@@ -113,8 +113,9 @@ def shape_of(config: Any, name: str | None = None, tuning: Tuning = ALL_TRAINED)
     """
     name = name or type(config).__name__.removesuffix("Config")
     _check_sizes(config.get_text_config(), name)
-    seeing = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(config, "vision_config")
-    auto = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
+    several = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    seeing = several and type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    auto = transformers.AutoModelForMultimodalLM if seeing else transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
             model = auto.from_config(config)
@@ -247,7 +248,8 @@ def _parameters(module: nn.Module, packs: bool = False) -> Iterator[Parameter]:
         packed = is_linear and ".lora_" not in name and (packs or type(p).__name__ == "Params4bit")
         shape = (owner.out_features, owner.in_features) if packed else tuple(p.shape)
         trained = p.requires_grad and ".indexer." not in name  # it chooses tokens, without a gradient
-        yield Parameter(_plain_name(name, owners), shape, trained, packed)
+        shares, in_float8 = (False, False) if not is_linear else float8_of(owner)
+        yield Parameter(_plain_name(name, owners), shape, trained, packed, shares, in_float8)
 
 
 def _plain_name(name: str, owners: Mapping[str, nn.Module]) -> str:
@@ -318,7 +320,10 @@ def _indexed(attention: Any) -> Indexed:
     rank, indexer = attention.kv_lora_rank, getattr(attention, "indexer", None)
     width, dim = rank + attention.qk_rope_head_dim, attention.qk_nope_head_dim + attention.qk_rope_head_dim
     index = (0, 0) if indexer is None else (indexer.n_heads, indexer.head_dim)
-    top_k = attention.config.index_topk
+    pool = getattr(attention.config, "index_kpool", 1)
+    if pool > 1 and indexer is not None:
+        index = (*index, indexer.head_dim + 1, pool)
+    top_k = attention.config.index_topk + pool - 1
     return Indexed(attention.num_heads, 1, dim, attention.v_head_dim, width, rank, top_k, *index)
 
 
@@ -335,9 +340,16 @@ def _compressed(attention: Any) -> Compressed:
 
 
 def _blocks(attention: Any, config: Any) -> ChosenBlocks:
-    """Return MiniMax-M3's attention."""
+    """Return MiniMax-M3's or Qwen4-Exp's attention."""
     indexer, dim = attention.indexer, attention.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads
+    if hasattr(indexer, "token_budget"):
+        block, turned = indexer.compress_ratio, int(dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return ChosenBlocks(
+            heads, kv, dim, dim, width=2 * kv * dim, rank=kv * indexer.token_budget,
+            top_k=indexer.token_budget + block - 1, index_heads=indexer.index_n_heads,
+            index_dim=indexer.index_head_dim, beside=2 * turned, block=block,
+        )  # fmt: skip
     chosen = indexer.topk_blocks
     return ChosenBlocks(
         heads, kv, dim, dim, width=2 * kv * dim, rank=kv * chosen, top_k=chosen * indexer.block_size,

@@ -147,6 +147,13 @@ class CostContext:
             return self
         return replace(self, job=replace(self.job, mode="prefill", batch=self.mesh.data))
 
+    @cached_property
+    def teacher(self) -> CostContext | None:
+        """The context of a teacher's forward in a micro-batch of training; None without a teacher."""
+        if self.model.teacher is None or self.job.mode != "train":
+            return None
+        return CostContext(self.model.teacher, replace(self.job, mode="prefill", batch=self.mesh.data, pictures=()))
+
     @property
     def d(self) -> int:
         """Hidden size."""

@@ -53,6 +53,8 @@ def positions_refusal(model: ModelShape, job: Job) -> str | None:
 def mesh_refusal(model: ModelShape, job: Job) -> str | None:
     """Return the reason why a mesh cannot hold a job, positions left out, or None."""
     mesh = job.parallel
+    if model.teacher is not None and (problem := refusal(model.teacher, job)) is not None:
+        return f"the teacher, {model.teacher.name}: {problem}"
     if job.batch % mesh.data:
         return (
             f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,7 @@ class ModelShape:
         refused: reasons why this version does not train it.
         tower: the vision tower; None for a language model.
         tuning: the flags that say which weights are trained; each weight says whether it is.
+        teacher: a frozen model, whose forward each micro-batch runs first: a teacher, or DPO's reference.
     """
 
     name: str
@@ -117,6 +118,16 @@ class ModelShape:
     refused: tuple[str, ...] = ()
     tower: Tower | None = None
     tuning: Tuning = ALL_TRAINED
+    teacher: ModelShape | None = None
+
+    def taught_by(self, teacher: ModelShape) -> ModelShape:
+        """Return the model with a teacher; raise if the two predict different vocabularies."""
+        if teacher.vocab != self.vocab:
+            raise LongspanError(
+                f"the teacher {teacher.name} has a vocabulary of {teacher.vocab:,} tokens and {self.name} one of "
+                f"{self.vocab:,}, so their predictions cannot be compared; give a teacher with the model's tokenizer"
+            )
+        return replace(self, teacher=teacher)
 
     @property
     def head(self) -> Parameter:

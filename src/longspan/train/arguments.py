@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import os
 import re
 import typing
@@ -13,7 +14,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn
 
 import torch
-from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig, TrlParser
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from longspan.compat.friends_api import actions_of
 from longspan.core.errors import LongspanError
@@ -33,9 +34,9 @@ from longspan.core.reading import (
 from longspan.core.validation import LONGEST_WAIT_S, check_name, check_number, format_value, nearest, suggest_choice
 from longspan.hf.model.pretrained import first_line
 from longspan.ranks.job import Timeouts
+from longspan.train import METHODS, Method
 from longspan.trainers.mixin import REFUSED
 
-METHODS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
 MUON = "muon"
 KERNELS = {"sdpa": "auto", "eager": "eager", "flex_attention": "flex", "flash_attention_2": "flash"}
 """Our kernel for each value of TRL's `attn_implementation`."""
@@ -128,6 +129,12 @@ def keys_of(config_class: type[Any]) -> type[Any]:
 KEYS = keys_of(Ours)
 
 
+def class_of(method: str, kind: Literal["Config", "Trainer"]) -> Any:
+    """Return TRL's class of a method."""
+    of = METHODS[method]
+    return getattr(importlib.import_module(of.module), f"{of.name}{kind}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """The value of every key, as text and numbers, before TRL's classes are made of them."""
@@ -166,17 +173,21 @@ class Settings:
         for key, why in REFUSED.items():
             if values.get(key):
                 raise LongspanError(f"{key}: {format_value(values[key])} does not work with longspan train: {why}")
-        classes = (ScriptArguments, METHODS[self.method], ModelConfig, DatasetMixtureConfig)
+        classes = (ScriptArguments, class_of(self.method, "Config"), ModelConfig, DatasetMixtureConfig)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")
                 script, training, model, mixture = (_made(cls, values) for cls in classes)
         except (ValueError, TypeError, ImportError, NotImplementedError) as error:
             raise LongspanError(first_line(error)) from error
-        if self.ours.elastic and (self.ours.parallel.data > 1 or training.max_length is None or values.get("packing")):
+        packing = values.get("packing")
+        cut = getattr(training, "max_length", None) is not None
+        if self.ours.elastic and (self.ours.parallel.data > 1 or not cut or packing):
             raise LongspanError(
                 "elastic: it packs samples itself, and needs `data: 1`, `packing: false` and a `context`"
             )
+        if packing and METHODS[self.method].columns:
+            raise LongspanError(f"packing: {self.method} trains on whole rows; leave it out, or use sft")
         if self.ours.early_stopping_patience is not None and not training.load_best_model_at_end:
             raise LongspanError("early_stopping_patience: it needs `load_best_model_at_end: true`")
         check_number("learning_rate", training.learning_rate, 0)
@@ -190,11 +201,12 @@ class Settings:
                 f"kernel: {self.ours.kernel} and attn_implementation: {model.attn_implementation} are different "
                 "kernels; leave one of them out"
             )
-        if not isinstance(training.model_init_kwargs, dict | None):
-            raise LongspanError(
-                f"model_init_kwargs: {format_value(training.model_init_kwargs)} must be values of the model's config "
-                "by key, such as {rope_parameters: {...}, max_position_embeddings: 131072}"
-            )
+        for key in ("model_init_kwargs", "teacher_model_init_kwargs"):
+            if not isinstance(given := getattr(training, key, None), dict | None):
+                raise LongspanError(
+                    f"{key}: {format_value(given)} must be values of the model's config by key, such as "
+                    "{rope_parameters: {...}, max_position_embeddings: 131072}"
+                )
         return Arguments(self.method, self.ours, script, training, model, mixture, self.given, bool(checkpoints), muon)
 
 
@@ -205,12 +217,21 @@ class Arguments:
     method: str
     ours: Ours
     script: ScriptArguments
-    training: Any  # SFTConfig, DPOConfig or RewardConfig
+    training: Any  # TRL's config class of the method
     model: ModelConfig
     mixture: DatasetMixtureConfig
     given: frozenset[str]
     checkpoints: bool  # TRL's gradient_checkpointing, which our memory options do
     muon: bool  # the optimizer is Muon, which transformers does not have
+
+    @property
+    def trainer(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the model may add to a sequence of `context` tokens in training."""
+        return int(self.training.max_new_tokens) if getattr(self.training, "lmbda", 0) else 0
 
 
 class _Parser(TrlParser):  # type: ignore[misc]
@@ -228,11 +249,11 @@ def parser_of(method: str) -> Any:
     """Return the parser of `longspan train METHOD`; `--help` shows our keys first."""
     name = f"longspan train {method}"
     parser = _Parser(
-        (KEYS, ScriptArguments, METHODS[method], ModelConfig, DatasetMixtureConfig),
+        (KEYS, ScriptArguments, class_of(method, "Config"), ModelConfig, DatasetMixtureConfig),
         prog=name,
         usage=f"{name} --config run.yaml [--key value ...]",
-        description=f"The keys of `trl {method}`, and before them those of longspan. The command line wins over the "
-        "file.",
+        description=f"The keys of TRL's {METHODS[method].name}Config and scripts, and before them those of longspan. "
+        "The command line wins over the file.",
         allow_abbrev=False,
     )
     optim = next(action for action in actions_of(parser) if action.dest == "optim")
@@ -249,13 +270,9 @@ def read(argv: list[str]) -> Settings:
     """
     method, *rest = argv
     if method not in METHODS:
-        refused = ("orpo", "cpo")
-        hint = nearest(method, METHODS)
-        if method in refused:
-            hint = "its loss reads whole logits, which no rank has; use dpo"
         raise LongspanError(
-            f"longspan train has no method {format_value(method)}; {hint} (example: longspan train sft --config "
-            "run.yaml)"
+            f"longspan train has no method {format_value(method)}; {nearest(method, METHODS)} (example: longspan train "
+            "sft --config run.yaml)"
         )
     parser = parser_of(method)
     # The first of several: `--no_KEY`, which has the same name, comes after `--KEY`.

@@ -1,10 +1,9 @@
-"""`longspan train sft|dpo|reward --config run.yaml`: check a run, start its ranks, and train on them by TRL's trainers.
+"""`longspan train METHOD --config run.yaml`: check a run, start its ranks, and train on them by TRL's trainers.
 
     longspan train sft --config examples/sft.yaml --ulysses 8
     torchrun --nproc-per-node 8 -m longspan train sft --config examples/sft.yaml --ulysses 8
 
-The keys are those of `trl sft`, and ours (`longspan.train.arguments`). Without torchrun or srun the command starts the
-ranks itself.
+The keys are TRL's and ours (`longspan.train.arguments`). Without torchrun or srun the command starts the ranks itself.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import trl
 from transformers import EarlyStoppingCallback
 
 from longspan.checkpoint import checkpoint_to_resume, read_verified
@@ -29,7 +27,7 @@ from longspan.ranks import launch
 from longspan.ranks.facts import model_facts
 from longspan.ranks.watch import Watch
 from longspan.train import model as models
-from longspan.train.arguments import Arguments, Settings, read
+from longspan.train.arguments import Arguments, Settings, class_of, read
 from longspan.train.callbacks import Profile, Progress, preview
 from longspan.train.datasets import Data, find_row, open_data
 from longspan.train.resolve import Resolved, dry_run, resolve, summary
@@ -38,17 +36,21 @@ from longspan.trainers.mixin import trainer as sharded
 from longspan.trainers.muon import muon
 
 
-class _DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
-    """TRL's, whose reference is the model without LoRA. TRL would copy the adapter of a model that has one already."""
+def _trainer_class(arguments: Arguments) -> Any:
+    """Return TRL's class, whose reference is the model without LoRA. TRL would copy the adapter of a model that has
+    one already.
+    """
+    cls = class_of(arguments.method, "Trainer")
+    if not arguments.trainer.reference:
+        return cls
 
-    def __init__(self, *args: Any, model: Any, ref_model: Any = None, **options: Any) -> None:
+    def init(self: Any, *args: Any, model: Any, ref_model: Any = None, **options: Any) -> None:
         adapted = hasattr(model, "peft_config")
-        super().__init__(*args, model=model, ref_model=model.get_base_model() if adapted else ref_model, **options)
+        cls.__init__(self, *args, model=model, ref_model=model.get_base_model() if adapted else ref_model, **options)
         if adapted:
             self.ref_model = None
 
-
-TRAINERS = {"sft": trl.SFTTrainer, "dpo": _DPOTrainer, "reward": trl.RewardTrainer}
+    return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +186,12 @@ def _trainer(opened: _Opened, watch: Watch, stop: StopOnSignal) -> Any:
     images = hasattr(opened.tokenizer, "image_processor")
     model = models.load(arguments, origin, sp, resolved.memory, images=images)
     options: dict[str, Any] = {}
-    if arguments.method == "dpo" and not hasattr(model, "peft_config"):
-        options["ref_model"] = models.load(arguments, origin, sp, resolved.memory, images=images, reference=True)
+    beside = {"teacher_model": resolved.teacher}
+    if arguments.trainer.reference and not hasattr(model, "peft_config"):
+        beside["ref_model"] = origin
+    for name, of in beside.items():
+        if of is not None:
+            options[name] = models.load(arguments, of, sp, resolved.memory, images=images, frozen=True)
     if ours.elastic and resolved.context is not None:
         options["elastic"] = -(-resolved.context // sp.size)
     if sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=resolved.memory.cpu_offload):
@@ -197,10 +203,10 @@ def _trainer(opened: _Opened, watch: Watch, stop: StopOnSignal) -> Any:
         callbacks.append(EarlyStoppingCallback(ours.early_stopping_patience))
     if ours.profile is not None:
         callbacks.append(Profile(ours.profile, sp))
-    training.model_init_kwargs = None
+    training.model_init_kwargs = training.teacher_model_init_kwargs = None
     training.logging_nan_inf_filter = False
     with _naming_row(opened):
-        return sharded(TRAINERS[arguments.method])(
+        return sharded(_trainer_class(arguments))(
             model=model,
             args=training,
             train_dataset=data.train,

@@ -20,6 +20,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.model.pretrained import first_line
 from longspan.hf.model.prompts import PYDOC, naming, open_dataset
+from longspan.train import METHODS
 from longspan.train.arguments import Arguments
 
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -189,19 +190,22 @@ def shaped(dataset: Any, method: str, text_field: str, template: bool, source: s
         raise LongspanError(f"{source} has no rows; give other data", code="LS504")
     columns = list(row)
     extra = [name for name in columns if name in _EXTRA]
-    if method != "sft":
-        if not {"chosen", "rejected"} <= set(columns):
+    needed = METHODS[method].columns
+    if needed and needed != ("messages",):
+        if not set(needed) <= set(columns):
+            missing = " and ".join(f"`{name}`" for name in needed if name not in columns)
             raise LongspanError(
-                f"{source} has no `chosen` and `rejected`, which {method} needs; it has {', '.join(columns)}",
-                code="LS501",
+                f"{source} has no {missing}, which {method} needs; it has {', '.join(columns)}", code="LS501"
             )
-        implicit = isinstance(row["chosen"], list) and not isinstance(row.get("prompt", []), list)
+        implicit = isinstance(row[needed[0]], list) and not isinstance(row.get("prompt", []), list)
         prompt = ["prompt"] * ("prompt" in columns and not implicit)  # else TRL takes the common beginning
-        return dataset.select_columns([*prompt, "chosen", "rejected", *extra])
+        return dataset.select_columns([*dict.fromkeys((*prompt, *needed)), *extra])
     kinds: dict[str, tuple[str, ...]] = {
         "chats": ("messages",), "ShareGPT's chats": ("conversations",), "completions": ("prompt", "completion"),
         "token ids": ("input_ids",), "Alpaca's instructions": _ALPACA, "texts": (text_field,),
     }  # fmt: skip
+    if needed:
+        kinds = {kind: kinds[kind] for kind in ("chats", "ShareGPT's chats")}
     found = [kind for kind, needed in kinds.items() if set(needed) <= set(columns)]
     if len(found) != 1:
         readable = "; ".join(f"{kind}: {', '.join(kinds[kind])}" for kind in found or kinds)

@@ -38,17 +38,20 @@ from longspan.train.arguments import KERNELS, Arguments
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
-KEY = "model_name_or_path"
+KEY, TEACHER = "model_name_or_path", "teacher_model_name_or_path"
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def name_of(arguments: Arguments) -> str:
     """Return the folder or name of the model; a revision of the hub's is fetched to a folder."""
-    name, revision = arguments.model.model_name_or_path, arguments.model.model_revision
+    return _found(KEY, arguments.model.model_name_or_path, arguments.model.model_revision)
+
+
+def _found(key: str, name: str | None, revision: str | None) -> str:
     if name is None:
         raise LongspanError(
-            f"train needs `{KEY}`: a name or folder of a Hugging Face model, of a LoRA adapter, or a folder or file "
+            f"train needs `{key}`: a name or folder of a Hugging Face model, of a LoRA adapter, or a folder or file "
             "with nothing but a config.json, for random weights"
         )
     if revision not in (None, "main") and not Path(name).exists():
@@ -57,9 +60,8 @@ def name_of(arguments: Arguments) -> str:
         try:
             return str(snapshot_download(name, revision=revision))
         except (OSError, ValueError) as error:  # also those of huggingface_hub
-            raise LongspanError(
-                f"model_revision: {revision} of {name} cannot be fetched: {first_line(error)}"
-            ) from error
+            key = f"{key.removesuffix('name_or_path')}revision"
+            raise LongspanError(f"{key}: {revision} of {name} cannot be fetched: {first_line(error)}") from error
     return str(name)
 
 
@@ -74,7 +76,7 @@ def is_random(name: str) -> bool:
 def read_config(arguments: Arguments, context: int) -> Any:
     """Return the model's config with the values of `model_init_kwargs`; raise if it has too few positions."""
     config = read_model_config(KEY, name_of(arguments), context, arguments.training.model_init_kwargs, weights=False)
-    if arguments.ours.dropout is not None or arguments.method == "dpo":  # rewards would be noise
+    if arguments.ours.dropout is not None or arguments.trainer.reference:  # rewards would be noise
         config = without_dropout(config)
     if arguments.method == "reward":
         config.num_labels = 1
@@ -109,16 +111,45 @@ def origin_of(arguments: Arguments, config: Any) -> Origin:
     )
 
 
+def teacher_of(arguments: Arguments, student: Any, context: int) -> Origin | None:
+    """Return the source of the teacher's weights, or None; `student`: the config of the model that it teaches.
+
+    Raises:
+        LongspanError: if none is given, its positions end before the context, or it has another vocabulary.
+    """
+    training = arguments.training
+    if not arguments.trainer.teacher:
+        return None
+    name = _found(TEACHER, training.teacher_model_name_or_path, getattr(training, "teacher_model_revision", None))
+    config = read_model_config(TEACHER, name, context, training.teacher_model_init_kwargs, weights=False)
+    sizes = [each.get_text_config().vocab_size for each in (config, student)]
+    if sizes[0] != sizes[1]:
+        raise LongspanError(
+            f"{TEACHER} {name}: its vocabulary has {sizes[0]:,} tokens and the model's {sizes[1]:,}, so their "
+            "predictions cannot be compared; give a teacher with the model's tokenizer"
+        )
+    base = None if is_random(name) else base_of(TEACHER, name)
+    return Origin(
+        language_model_class(config),
+        config,
+        _DTYPES.get(str(arguments.model.dtype)) or config.dtype or torch.float32,
+        base,
+        training.seed,
+        f"{TEACHER} {name}",
+        adapter=name if is_adapter(name) else None,
+    )
+
+
 def prepare_of(arguments: Arguments, *, images: bool) -> Callable[[Any], Any]:
     """Return the function that freezes weights of a loaded model, or puts LoRA on it.
 
     A vision tower is frozen unless the data has `images`.
     """
     ours, model_arguments, name = arguments.ours, arguments.model, name_of(arguments)
-    if is_adapter(name) and arguments.method == "dpo":
+    if is_adapter(name) and arguments.trainer.reference:
         raise LongspanError(
-            f"{KEY} {name}: dpo compares with the model before training, and without its LoRA that is the base model; "
-            "merge the adapter first (peft.PeftModel.from_pretrained(base, adapter).merge_and_unload())"
+            f"{KEY} {name}: {arguments.method} compares with the model before training, and without its LoRA that is "
+            "the base model; merge the adapter first (peft.PeftModel.from_pretrained(base, adapter).merge_and_unload())"
         )
     if ours.freeze and (model_arguments.use_peft or is_adapter(name)):
         raise LongspanError("freeze: LoRA freezes all weights of the model; choose by lora_target_modules instead")
@@ -180,20 +211,20 @@ def _frozen(model: Any) -> Any:
 
 
 def load(
-    arguments: Arguments, origin: Origin, sp: SequenceSharding, memory: Memory, *, images: bool, reference: bool = False
+    arguments: Arguments, origin: Origin, sp: SequenceSharding, memory: Memory, *, images: bool, frozen: bool = False
 ) -> Any:
-    """Return the sharded model, or the frozen `reference` of DPO. Collective."""
+    """Return the sharded model, or a `frozen` one that it is compared with. Collective."""
     ours, bf16 = arguments.ours, arguments.training.bf16
     sharded = sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=memory.cpu_offload)
     reduced = torch.bfloat16 if ours.grad_dtype == "bf16" else torch.float32
     mixed = sharded and (bf16 or reduced == torch.bfloat16)
-    if reference and sharded and bf16:  # FSDP would cast it each time
+    if frozen and sharded and bf16:  # FSDP would cast it each time
         origin = dataclasses.replace(origin, dtype=torch.bfloat16)
     attention = arguments.model.attn_implementation
     model = load_sharded(
         origin,
         sp,
-        prepare=_frozen if reference else prepare_of(arguments, images=images),
+        prepare=_frozen if frozen else prepare_of(arguments, images=images),
         whole=_computes_with_weights(arguments),
         fsdp=ours.shard_weights,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduced) if mixed else None,

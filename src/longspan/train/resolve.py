@@ -15,6 +15,7 @@ from longspan.core.layout import choose_layout
 from longspan.core.memory import FASTEST, LONGEST, Memory, memory_of
 from longspan.hf.memory import MemoryModules, hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
+from longspan.hf.weights.origin import Origin
 from longspan.plan.from_model import adapted, shape_of_model, weights_named
 from longspan.plan.job import Job
 from longspan.plan.memory_options import STEP, choose_memory, fixed_options, longest_context_with_options
@@ -30,6 +31,7 @@ class Resolved:
     context: int | None  # tokens per sequence; None: max_length is None, so no sequence is cut
     memory: Memory
     config: Any  # the model's, for this context
+    teacher: Origin | None = None
     messages: tuple[str, ...] = ()  # of the planner
 
 
@@ -41,17 +43,21 @@ def resolve(arguments: Arguments) -> Resolved:
             fit.
     """
     ours, training, parallel = arguments.ours, arguments.training, arguments.ours.parallel
-    context: Any = ours.context if ours.context is not None else training.max_length
+    context: Any = ours.context if ours.context is not None else getattr(training, "max_length", None)
     longest = context == "max"
     shortest = max(2, parallel.sequence_ranks)
-    config = models.read_config(arguments, context if isinstance(context, int) else shortest)
+    length = (context if isinstance(context, int) else shortest) + arguments.generated
+    config = models.read_config(arguments, length)
+    teacher = models.teacher_of(arguments, config, length)
     model = models.origin_of(arguments, config).on_meta()
     check_axes(lambda: model, parallel, fsdp=ours.shard_weights)
+    if teacher is not None:
+        check_axes(teacher.on_meta, parallel, fsdp=ours.shard_weights)
     weights_named(model, ours.freeze)
     level, fixed = ours.memory.level, dict(ours.memory.options)
     fixed = {**_of_trl(arguments), **fixed}
     chosen = dataclasses.replace(FASTEST if level == "auto" else memory_of(level), **fixed)
-    unknown = Resolved(context if isinstance(context, int) else None, chosen, config)
+    unknown = Resolved(context if isinstance(context, int) else None, chosen, config, teacher)
     if (level != "auto" and not longest) or context is None:
         return unknown
     peft = arguments.model
@@ -65,15 +71,21 @@ def resolve(arguments: Arguments) -> Resolved:
         if "memory" in arguments.given or longest:
             raise
         return unknown  # the planner cannot read this model, so it chooses nothing
+    beside = model if arguments.trainer.reference and not peft.use_peft else None
+    if teacher is not None:
+        beside = teacher.on_meta()
+    if beside is not None:
+        shape = dataclasses.replace(shape, teacher=shape_of_model(beside))
     fixed = dict(fixed_options(shape, fixed))
     if level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     if level == "auto" and MemoryModules(model).untiled is not None:
         fixed.setdefault("tiled", False)  # do not choose an option that the model cannot use
     packed = getattr(training, "packing", False) and training.packing_strategy != "wrapped"
-    rows = training.per_device_train_batch_size * (2 if arguments.method != "sft" else 1)
+    rows = training.per_device_train_batch_size * arguments.trainer.sequences
+    added = arguments.generated
     job = Job(
-        context=1 if longest else context * rows if packed else context,
+        context=1 if longest else context * rows if packed else context + added,
         batch=parallel.data * (1 if packed or ours.elastic else rows),
         dtype="bf16" if training.bf16 else "fp32",
         weight_sharding=ours.shard_weights,
@@ -83,24 +95,20 @@ def resolve(arguments: Arguments) -> Resolved:
         fused=has_fla() or not torch.cuda.is_available(),
     )
     hardware = hardware_of_ranks(ours.rank_memory, parallel.ranks)
-    if arguments.method == "dpo" and not peft.use_peft:  # the reference is a second, frozen model
-        sharded = ours.shard_weights and parallel.fsdp_ranks > 1
-        per_weight = (2 if sharded and training.bf16 else 4) / (parallel.fsdp_ranks if sharded else 1)
-        reference = sum(p.numel() for p in model.parameters()) * per_weight / parallel.tensor
-        hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes - reference)
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {parallel}"]
     if longest:
         context, message = _longest_context(shape, job, hardware, fixed)
         messages.append(message)
         job = dataclasses.replace(job, context=context)
-        context //= rows if packed else 1  # the rows of a forward are packed into one
+        # The rows of a forward are packed into one, or have what is generated behind them.
+        context = context // rows if packed else context - added
     try:
         memory, message = choose_memory(shape, job, hardware, fixed)
     except LongspanError as error:
         if "memory" in arguments.given or longest:
             raise
         raise LongspanError(f"{error} To start it all the same, give `memory: fastest`") from error
-    return Resolved(context, memory, config, (*messages, message))
+    return Resolved(context, memory, config, teacher, (*messages, message))
 
 
 def _of_trl(arguments: Arguments) -> dict[str, Any]:

@@ -193,23 +193,28 @@ class Figures(_OfTrainer):
         weights = next(p.dtype for p in trainer.model.parameters() if p.is_floating_point())
         dtype = torch.bfloat16 if trainer.args.bf16 else trainer.longspan_policy("param_dtype") or weights
         peak = peak_flops(sp.device, dtype)
-        if peak is not None and self._model is not None:
-            flops = model_flops(tokens=round(tokens), attention_pairs=round(pairs), **self._model)
+        if peak is not None and self._models:
+            flops = sum(
+                model_flops(tokens=round(tokens), attention_pairs=round(pairs), **each) for each in self._models
+            )
             found["mfu"] = flops / (seconds * peak * sp.world_size)
         return found
 
     @functools.cached_property
-    def _model(self) -> dict[str, Any] | None:
-        """Arguments of `model_flops`, read once: the planner builds the model on the meta device. None if it cannot."""
-        model = self.trainer.model
+    def _models(self) -> list[dict[str, Any]]:
+        """Arguments of `model_flops` of the model and its teacher, read once: the planner builds them on the meta
+        device. None if it cannot.
+        """
+        model, teacher = self.trainer.model, getattr(self.trainer, "teacher_model", None)
         try:
-            shape = shape_of(state_of(model).config)
+            shape, *others = (shape_of(state_of(each).config) for each in (model, teacher) if each is not None)
         except LongspanError:
-            return None
+            return []
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / number_of_weights(model)
         frozen = layers_without_backward(transformers_model(model))
         forwards = 2 if hasattr(self.trainer, "ref_model") else 1
-        return {"shape": shape, "trained": float(trained), "forwards": forwards, "frozen": frozen}
+        mine = {"shape": shape, "trained": float(trained), "forwards": forwards, "frozen": frozen}
+        return [mine, *({"shape": other, "backwards": 0} for other in others)]
 
 
 class StepLine(TrainerCallback):  # type: ignore[misc]

@@ -26,21 +26,28 @@ if TYPE_CHECKING:
 
 
 def model_flops(
-    shape: ModelShape, tokens: int, attention_pairs: int, *, trained: float = 1.0, forwards: int = 1, frozen: int = 0
+    shape: ModelShape,
+    tokens: int,
+    attention_pairs: int,
+    *,
+    trained: float = 1.0,
+    forwards: int = 1,
+    backwards: int = 1,
+    frozen: int = 0,
 ) -> float:
     """Return the FLOPs of training a causal LM on some tokens and (query, key) pairs, without recomputation.
 
     A weight costs 2 per token that it multiplies in a forward, 2 in the backward, and 2 for its gradient if it is among
     the `trained` share; an expert multiplies only its own tokens. Attention's are those of causal pairs within
     documents and windows, recurrences' those of their chunks: Chowdhery et al., "PaLM", 2022, appendix B. The first
-    `frozen` layers have no backward.
+    `frozen` layers have no backward. A teacher has a forward alone (`backwards=0`).
     """
     of_weights = shape.vocab * shape.d_model + sum(kind.matmul_params_active * n for kind, n in shape.layer_kinds)
     skipped = Counter(shape.layers[:frozen])
     of_frozen = sum(kind.matmul_params_active * n for kind, n in skipped.items())
-    total = float(((2 * forwards + 2 + 2 * trained) * of_weights - 2 * of_frozen) * tokens)
+    total = float(((2 * forwards + backwards * (2 + 2 * trained)) * of_weights - 2 * of_frozen) * tokens)
     for layer, count in shape.layer_kinds:
-        job, times, mixing = Job(context=tokens), (forwards + 2) * count - 2 * skipped[layer], layer.mixing
+        job, times, mixing = Job(context=tokens), (forwards + 2 * backwards) * count - 2 * skipped[layer], layer.mixing
         if isinstance(mixing, Softmax):
             total += times * mixing.flops(job, min(1.0, attention_pairs / mixing.keys.pairs(tokens)))
         else:
@@ -66,8 +73,17 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+_NAMES, _OF_PART = ("input_ids", "attention_mask"), ("ids", "mask")
+
+
 def count_tokens(batch: Mapping[str, Any]) -> Tensor:
     """Return a batch's tokens without padding, and its (query, key) pairs within documents: int64 [2]."""
+    if "prompt_ids" in batch:  # and what TRL generated behind it
+        both = [torch.cat([batch[f"{part}_{key}"] for part in ("prompt", "completion")], 1) for key in _OF_PART]
+        return count_tokens(dict(zip(_NAMES, both, strict=True)))
+    if "chosen_input_ids" in batch:  # of TRL's CPO and ORPO
+        rows = [{key: batch[f"{row}_{key}"] for key in _NAMES} for row in ("chosen", "rejected")]
+        return torch.stack([count_tokens(each) for each in rows]).sum(0)
     positions, mask = batch.get("position_ids"), batch.get("attention_mask")
     ids = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
     if ids is None:

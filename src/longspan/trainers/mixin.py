@@ -228,6 +228,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             self.accelerator.counts_replicas = divides_by_processes(self)
             self.accelerator.no_sync = self._no_sync
             self.gather_function = self.accelerator.gather_for_metrics
+        elif dist.is_initialized():  # one rank of torchrun: DDP would average nothing, and refuse unused weights
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def _no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Average gradients once per accumulation, if each rank has memory for unsharded ones until then."""

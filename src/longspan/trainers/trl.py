@@ -181,6 +181,7 @@ def _prepare_distillation(trainer: Any, sp: SequenceSharding) -> None:
         f"{name} with use_vllm=True loads its weights into a vLLM, which a parallelized model does not support; leave "
         f"it out: the model generates sharded": getattr(args, "use_vllm", False),
         f"{name} computes no logits, which compute_metrics= reads; leave it out": trainer.compute_metrics,
+        _TOOLS: _calls_tools(trainer, sp),
     }
     for message, applies in wrong.items():
         if applies:
@@ -262,6 +263,14 @@ class _Rows(IterableDataset[dict[str, Tensor]]):
             yield {key: x[at : at + 1] for key, x in batch.items()}
 
 
+_TOOLS = "tools= with data > 1: replicas would call tools, and so generate, a different number of times; use data=1"
+
+
+def _calls_tools(trainer: Any, sp: SequenceSharding) -> bool:
+    tools = getattr(trainer, "tools", None) or getattr(trainer, "environments", None)
+    return sp.data_size > 1 and bool(tools) and getattr(trainer, "rollout_func", None) is None
+
+
 def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     """Make a trainer that generates count sequence groups; do nothing for other trainers."""
     if _is_async(trainer):
@@ -282,12 +291,11 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
         f"{name} compares its model with a teacher by all tokens' logits or hidden states, and a parallelized model "
         f"returns those of this rank's tokens; use DistillationTrainer or GKDTrainer, or compute the loss in your own "
         f"loop with longspan.distillation_loss": hasattr(trainer, "teacher_model"),
-        f"{name} generates with its model, which a parallelized model does not support in training, and takes no "
-        f"rollout_func=; use GRPOTrainer with one, or {own_loop}": not hasattr(trainer, "rollout_func"),
-        f"{name} generates with its model, or with a vLLM that loads its weights, which a parallelized model does not "
-        f"support; give {name} a rollout_func= that generates elsewhere (and no use_vllm), or {own_loop}": (
-            getattr(trainer, "rollout_func", None) is None or getattr(args, "use_vllm", False)
-        ),
+        f"{name} generates in a way that is not known to work over ranks; use GRPOTrainer or RLOOTrainer, or "
+        f"{own_loop}": _defines(trainer, "_generate_single_turn") not in ("GRPOTrainer", "RLOOTrainer"),
+        f"{name} with use_vllm=True loads its weights into a vLLM, which a parallelized model does not support; leave "
+        f"it out: the model generates over its ranks": getattr(args, "use_vllm", False),
+        _TOOLS: _calls_tools(trainer, sp),
         f"num_generations={generations} completions of a prompt must be on one replica, and "
         f"per_device_train_batch_size={at_once} x steps_per_generation={steps} gives it {rows}; make that a multiple": (
             rows % generations
@@ -298,6 +306,8 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     for message, applies in wrong.items():
         if applies:
             raise LongspanError(message)
+    if hasattr(trainer, "generation_config"):
+        trainer.generation_config.use_cache = True
     args.generation_batch_size = rows * sp.data_size
     set_seed(args.seed + sp.data_rank)  # the trainer seeds each rank differently
     count_tokens_once(trainer, sp.model_size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.hf.model.encoders import UNKNOWN, Encoder, GridEncoder, ImageEncoder
+from longspan.hf.model.encoders import Encoder, GridEncoder, ImageEncoder
 from longspan.hf.model.pretrained import (
     base_of,
     is_adapter,
@@ -211,8 +211,8 @@ def add_pictures(rows: list[dict[str, Tensor]], model: Any, seed: int) -> Counte
 def _remove_special(ids_S: Tensor, config: Any) -> None:
     """Replace placeholders and other special tokens among random ids, in place."""
     parts = (config, config.get_text_config())
-    special = {value for part in parts for name, value in vars(part).items() if name.endswith(("_token_id", "_index"))}
-    known = sorted(value for value in special if isinstance(value, int))
+    values = [x for part in parts for name, x in vars(part).items() if name.endswith(("_token_id", "_index"))]
+    known = sorted({x for value in values for x in (value if isinstance(value, list) else [value]) if type(x) is int})
     other = next(value for value in range(len(known) + 1) if value not in known)
     ids_S[torch.isin(ids_S, torch.tensor(known))] = other
 
@@ -238,11 +238,6 @@ def _choose(model: Any, tokens: int, draw: torch.Generator) -> list[_Picture]:
         made = list[_Picture]()
         for inputs in _examples(encoder, core, scale, draw):
             rows = encoder.units(core, inputs).rows
-            if rows == UNKNOWN:
-                raise LongspanError(
-                    f"{type(model).__name__} makes embeddings whose number depends on the pixels, so that no text can "
-                    f"be made for random pictures; compare with batches of your own"
-                )
             apart = isinstance(encoder, GridEncoder) and encoder.modality == "video" and encoder.frames_apart
             made.append(_Picture(encoder, inputs, rows if apart else (sum(rows),)))
         first.append(made[0])

@@ -23,7 +23,7 @@ from longspan.hf.batch.documents import tokens_of
 from longspan.hf.batch.shard import SequenceInfo, rotary_positions
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import NAME, Chooser, LayerBinding
-from longspan.hf.forward.blocks import BlockLayer
+from longspan.hf.forward.blocks import BlockLayer, PooledLayer, SelectedLayer
 from longspan.hf.forward.compressed import CompressedLayer
 from longspan.hf.forward.indexed import IndexedLayer
 from longspan.hf.forward.stage import ForwardCall, Stage
@@ -158,10 +158,12 @@ class AttentionLayers(Stage):
 def _chooser_of(layer: Any, path: str, latents: LatentLayer | None) -> Chooser | None:
     """Bind a layer whose queries attend to chosen keys; None for another one."""
     if latents is not None and is_indexed(layer):
-        return IndexedLayer(layer, path, latents)
+        return (PooledLayer if hasattr(layer.config, "index_kpool") else IndexedLayer)(layer, path, latents)
     if getattr(layer, "compressor", None) is not None:
         return CompressedLayer(layer, path)
-    return BlockLayer(layer, path) if getattr(layer, "indexer", None) is not None else None
+    if getattr(layer, "indexer", None) is None:
+        return None
+    return SelectedLayer(layer, path) if hasattr(layer.indexer, "token_budget") else BlockLayer(layer, path)
 
 
 def _last_positions(call: ForwardCall) -> Tensor:

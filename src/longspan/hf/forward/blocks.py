@@ -1,10 +1,13 @@
-"""MiniMax-M3's layers: each query attends to the blocks of keys that a small indexer picks, for each KV head its own.
+"""MiniMax-M3's, Qwen4-Exp's and GLM-5.3's layers: each query attends to the blocks of keys that a small indexer picks.
 
 Queries stay on their rank; keys and values of all tokens are gathered to it, and so are index keys. The model's own
-indexer scores a block of my queries at a time, with the keys of all ranks in the order of the sequence. It counts
-tokens of the row, whatever documents they belong to, so packed documents and padding on the left are refused.
+indexer scores a block of my queries at a time, with the keys of all ranks in the order of the sequence.
 
-Shape suffixes: B batch, L my tokens, N all tokens, I heads of the indexer, T chosen blocks, K KV heads, D elements.
+Blocks of MiniMax-M3 (for each KV head) and GLM-5.3 count tokens of the row, of whatever document, so packed documents
+are refused, and for MiniMax-M3 padding on the left. Qwen4-Exp cuts what a query sees into blocks.
+
+Shape suffixes: B batch, L my tokens, Q queries of a block, N all tokens, I heads of the indexer, T chosen blocks or
+tokens, K KV heads, D elements.
 """
 
 from __future__ import annotations
@@ -14,30 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.indexed import BlocksOfKeys, Packing, attend_to_chosen
+from longspan.attn.indexed import BlocksOfKeys, Lists, Packing, attend_to_chosen
 from longspan.attn.score import Scores
-from longspan.compat.torch_api import not_compiled
+from longspan.cache.latent import LatentLayer
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
-from longspan.hf.forward.attention import MaskRequest, padding_sees_itself
-from longspan.hf.forward.indexed import CapturedKeys, check_one_document
+from longspan.hf.forward.attention import MaskRequest, mask_of, padding_sees_itself
+from longspan.hf.forward.indexed import (
+    CapturedKeys,
+    ChoosersMask,
+    ChoosingLayer,
+    IndexedLayer,
+    my_positions,
+    refuse_tree,
+)
 from longspan.hf.model.support import HELP
 
 
-class BlockLayer:
-    """Binds an attention layer with an indexer of blocks; holds the facts of its call in progress."""
-
-    caches = False
+class BlockLayer(ChoosingLayer):
+    """Binds an attention layer with an indexer of blocks."""
 
     def __init__(self, layer: Any, name: str) -> None:
-        self.name, self.indexer = name, layer.indexer
-        self.scores, self.info = self.indexer.forward, list[SequenceInfo]()
-        self.indexer.forward = not_compiled(torch.no_grad()(self._choose))
-        layer.register_forward_pre_hook(self._take_facts, with_kwargs=True)
-
-    def check(self, name: str, info: SequenceInfo) -> None:
-        check_one_document(self.name, name, info)
+        super().__init__(layer, name, layer.indexer, torch.no_grad()(self._choose))
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], chosen: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
@@ -48,47 +51,134 @@ class BlockLayer:
             raise LongspanError(
                 f"the indexer of layer {self.name} chose no blocks for its {k.shape[2]} KV heads; {HELP}"
             )
-        dim = k.shape[3]
-        kv = info.gather(torch.cat([k, v], 3))
         blocks_BLKT = chosen.transpose(1, 2).repeat_interleave(k.shape[2] // chosen.shape[1], 2)
         positions = info.sp.positions(info.length)
-        lists = BlocksOfKeys(blocks_BLKT, self.indexer.block_size, positions)
-        packing = Packing(slice(0, dim), slice(dim, kv.shape[3]))
-        out = attend_to_chosen(q, kv, lists, packing, scores.scale_of(dim), scores.sinks)
-        return out if info.padding is None else padding_sees_itself(out, v, info.padding)
-
-    def _take_facts(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        info = kwargs.get("longspan")
-        self.info = [info] if isinstance(info, SequenceInfo) else []
+        lists = BlocksOfKeys(blocks_BLKT, self.part.block_size, positions)
+        return _attend(q, k, v, lists, scores, info)
 
     def _choose(
         self, hidden_BLD: Tensor, embeddings: tuple[Tensor, Tensor], cache: None, position_ids: Tensor
     ) -> Tensor:
         """Return the blocks that my queries attend to, [B, I, L, T]; -1 for none."""
-        if not self.info:
-            raise LongspanError(
-                f"layer {self.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
-            )
-        info, parts = self.info.pop(), list[Tensor]()
+        info, parts = self.facts(), list[Tensor]()
         try:
-            self.scores(hidden_BLD, embeddings, _Keys(None), position_ids)
+            self.own(hidden_BLD, embeddings, _Keys(None), position_ids)
             raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
         except CapturedKeys as captured:
             keys = _Keys(info.gather(captured.keys[:, 0])[:, None])
-        elements = len(hidden_BLD) * info.length * self.indexer.num_heads
+        elements = len(hidden_BLD) * info.length * self.part.num_heads
         each = rows_of_tile(INDEXED_TILE, elements, hidden_BLD.device.type == "cpu")
         for start in range(0, hidden_BLD.shape[1], each):
             block = slice(start, start + each)
             cos_sin = tuple(x[:, block] for x in embeddings)
-            parts.append(self.scores(hidden_BLD[:, block], cos_sin, keys, position_ids[:, block]))
+            parts.append(self.own(hidden_BLD[:, block], cos_sin, keys, position_ids[:, block]))
         return torch.cat(parts, 2)
 
 
-class _Keys:
-    """Stands for the cache of a layer's index keys: returns those of all tokens, or captures mine."""
+class SelectedLayer(ChoosingLayer):
+    """Binds an attention layer whose indexer returns a mask of chosen tokens (Qwen4-Exp), and keeps them as lists."""
 
-    def __init__(self, whole_B1ND: Tensor | None) -> None:
-        self.whole = whole_B1ND
+    def __init__(self, layer: Any, name: str) -> None:
+        super().__init__(layer, name, layer.indexer, torch.no_grad()(self._choose))
+
+    def check(self, name: str, info: SequenceInfo) -> None:
+        refuse_tree(self.name, name, info)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], _: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
+    ) -> Tensor:
+        """Attend from my tokens to those that the layer has laid over its mask."""
+        chosen = getattr(request, "chosen", None)
+        if not isinstance(chosen, Tensor):
+            raise LongspanError(f"layer {self.name} did not overlay its mask with the chosen tokens; {HELP}")
+        return _attend(*qkv, Lists(chosen[:, :, None].expand(-1, -1, qkv[1].shape[2], -1)), scores, info)
+
+    def _choose(
+        self, hidden_BLD: Tensor, embeddings: tuple[Tensor, Tensor], request: MaskRequest, cache: None
+    ) -> Tensor:
+        """Return the tokens that my queries attend to, int32 [B, L, T]; -1 for none."""
+        info, part = self.facts(), self.part
+        try:
+            self.own(hidden_BLD, embeddings, None, _Keys(None))
+            raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
+        except CapturedKeys as captured:
+            mine = captured.keys
+        B, N, R = len(mine), info.length, embeddings[0].shape[2]
+        packed = info.gather(torch.cat([mine, *(x.expand(B, -1, -1) for x in embeddings)], 2))
+        keys, *rotary = packed.split([mine.shape[2], R, R], 2)  # a block's key is turned by its first token's position
+        mask, i = mask_of(request, info), info.sp.positions(N)
+        width = min(N, part.token_budget + part.compress_ratio - 1)
+        each = rows_of_tile(INDEXED_TILE, B * N * part.index_n_heads, mine.device.type == "cpu")
+        parts = list[Tensor]()
+        for start in range(0, hidden_BLD.shape[1], each):
+            block = slice(start, start + each)
+            seen = mask.dense(B, 1, i[block], torch.arange(N, device=i.device)).expand(B, 1, -1, -1)
+            turns = tuple(
+                torch.cat([x, own[:, block].expand(B, -1, -1)], 1) for x, own in zip(rotary, embeddings, strict=True)
+            )
+            chosen_BQN = self.own(hidden_BLD[:, block], turns, seen, _Keys(keys.to(mine.dtype)))[:, 0]
+            taken, token = chosen_BQN.byte().topk(width, -1)
+            parts.append(token.masked_fill(taken == 0, -1).int())
+        return torch.cat(parts, 1)
+
+
+class PooledLayer(IndexedLayer):
+    """An `IndexedLayer` whose indexer scores pools of keys, and whose layer makes a mask of its choice (GLM-5.3)."""
+
+    caches, counts_padding, check = False, False, ChoosingLayer.check
+
+    def __init__(self, layer: Any, name: str, latents: LatentLayer) -> None:
+        super().__init__(layer, name, latents)
+        layer.build_attention_mask_from_topk = lambda topk_indices, **_: ChoosersMask(True, chosen=topk_indices)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], _: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
+    ) -> Tensor:
+        return super().attend(qkv, getattr(request, "chosen", None), request, scores, info)
+
+    def _choose(self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, cache: None) -> Tensor:
+        info, parts = self.facts(), list[Tensor]()
+        if info.segments is not None:
+            real_BN = torch.zeros(info.rows, info.length, dtype=torch.bool)
+            for row, ((start, stop),) in zip(real_BN, info.segments, strict=True):
+                row[start:stop] = True
+            attention_mask = to_device(real_BN[:, my_positions(info.sp, info.length)], hidden_states.device)
+        try:
+            self.own(hidden_states, q_resid, attention_mask, _Keys(None))
+            raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
+        except CapturedKeys as captured:
+            keys = info.gather(captured.keys)
+        elements = len(keys) * info.length * max(1, self.part.n_heads // self.part.index_kpool)
+        each, at = rows_of_tile(INDEXED_TILE, elements, keys.device.type == "cpu"), 0
+        for first, last in info.sp.layout.padded_spans(info.length, info.sp.rank):
+            for start in range(first, last, each):
+                stop = min(last, start + each)
+                mine = slice(at + start - first, at + stop - first)
+                given = (x[:, mine] for x in (hidden_states, q_resid, attention_mask))
+                parts.append(self.own(*given, _Keys(keys, stop)))
+            at += last - first
+        return torch.cat(parts, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scores: Scores, info: SequenceInfo) -> Tensor:
+    dim = k.shape[3]
+    kv = info.gather(torch.cat([k, v], 3))
+    packing = Packing(slice(0, dim), slice(dim, kv.shape[3]))
+    out = attend_to_chosen(q, kv, lists, packing, scores.scale_of(dim), scores.sinks)
+    return out if info.padding is None else padding_sees_itself(out, v, info.padding)
+
+
+class _Keys:
+    """Stands for the cache of a layer's index keys: returns those of all tokens, or captures mine.
+
+    `length` is the number of tokens up to the last query.
+    """
+
+    def __init__(self, whole: Tensor | None, length: int = 0) -> None:
+        self.whole, self.keys, self.length = whole, whole, length
+
+    def get_seq_length(self) -> int:
+        return self.length
 
     @property
     def layers(self) -> Any:
@@ -97,7 +187,9 @@ class _Keys:
     def __getitem__(self, layer: int) -> Any:
         return self
 
-    def update_index(self, keys_B1LD: Tensor) -> Tensor:
+    def update_index(self, keys: Tensor, *_: Any) -> Tensor:
         if self.whole is None:
-            raise CapturedKeys(keys_B1LD)
+            raise CapturedKeys(keys)
         return self.whole
+
+    update_indexer = update_index

@@ -14,39 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.attn.indexed import Packing, WindowAndEntries, attend_to_chosen
 from longspan.attn.score import Scores
-from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.forward.attention import MaskRequest, padding_sees_itself
-from longspan.hf.forward.indexed import check_one_document
+from longspan.hf.forward.indexed import ChoosingLayer, replaced
 from longspan.hf.model.support import HELP
 
 
-class CompressedLayer:
+class CompressedLayer(ChoosingLayer):
     """Binds an attention layer with a compressor; holds what its call in progress attends to."""
 
-    caches = False
-
     def __init__(self, layer: Any, name: str) -> None:
-        self.name, self.window = name, int(layer.sliding_window)
-        self.compressor: Any = layer.compressor
-        self.entries: Callable[..., Any] = self.compressor.forward
-        self.info: SequenceInfo | None = None
+        super().__init__(layer, name, layer.compressor, self._compress)
+        self.window = int(layer.sliding_window)
         self.chosen: tuple[Tensor | None, Tensor] | None = None
-        self.compressor.forward = not_compiled(self._compress)
-        layer.register_forward_pre_hook(self._take_facts, with_kwargs=True)
-
-    def check(self, name: str, info: SequenceInfo) -> None:
-        check_one_document(self.name, name, info)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], _: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
@@ -63,27 +53,20 @@ class CompressedLayer:
         out = attend_to_chosen(q, kv, lists, Packing(both, both), scores.scale_of(q.shape[3]), scores.sinks)
         return out if info.padding is None else padding_sees_itself(out, mine, info.padding)
 
-    def _take_facts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.info = kwargs.get("longspan")
-
     def _compress(
         self, hidden_BLD: Tensor, q_BLD: Tensor, position_ids: Tensor, cache: None, layer_idx: int
     ) -> tuple[Tensor, None]:
         """Return the entries of the whole sequence, `[B, 1, C, D]`."""
-        info, self.info = self.info, None
-        if not isinstance(info, SequenceInfo):
-            raise LongspanError(
-                f"layer {self.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
-            )
-        indexer = getattr(self.compressor, "indexer", None)
+        info = self.facts()
+        indexer = getattr(self.part, "indexer", None)
         one = hidden_BLD[:, :1], q_BLD[:, :1], position_ids[:, :1], None, layer_idx
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_gathered(self.compressor, hidden_BLD, info))
+            stack.enter_context(_gathered(self.part, hidden_BLD, info))
             if indexer is not None:
                 nothing = torch.zeros(len(hidden_BLD), 1, 0, dtype=torch.int64, device=hidden_BLD.device)
-                stack.enter_context(_replaced(indexer, lambda *_: nothing))
-            entries, _ = self.entries(*one)
-        seen_BL = (position_ids + 1) // self.compressor.compress_rate  # entries whose tokens a query sees
+                stack.enter_context(replaced(indexer, lambda *_: nothing))
+            entries, _ = self.own(*one)
+        seen_BL = (position_ids + 1) // self.part.compress_rate  # entries whose tokens a query sees
         seen_BL = seen_BL.expand(info.rows, -1)
         best = None
         if indexer is not None:
@@ -104,7 +87,7 @@ def _choose(
         found["keys"] = keys_BCD
         return hidden.new_zeros(*hidden.shape[:2], keys_BCD.shape[1])
 
-    with _gathered(indexer, hidden_BLD, info), _replaced(scorer, capture):
+    with _gathered(indexer, hidden_BLD, info), replaced(scorer, capture):
         indexer(hidden_BLD[:, :1], q_BLD[:, :1], position_ids[:, :1], None, 0)
 
     def scored(q: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
@@ -120,9 +103,9 @@ def _choose(
         hidden, q, positions = hidden_BLD[:, block], q_BLD[:, block], position_ids[:, block]
         none = hidden.new_zeros(B, 0, 2 * indexer.head_dim)
         with (
-            _replaced(indexer.kv_proj, lambda _, none=none: none),
-            _replaced(indexer.gate_proj, lambda _, none=none: none),
-            _replaced(scorer, scored),
+            replaced(indexer.kv_proj, lambda _, none=none: none),
+            replaced(indexer.gate_proj, lambda _, none=none: none),
+            replaced(scorer, scored),
         ):
             indexer(hidden, q, positions, None, 0)
         future_BQC = entry_C >= seen_BL[:, block, None]
@@ -135,18 +118,5 @@ def _choose(
 def _gathered(module: Any, hidden_BLD: Tensor, info: SequenceInfo) -> Iterator[None]:
     """Let a compressor's projections return those of all tokens."""
     kv, gate = (info.gather(linear(hidden_BLD)) for linear in (module.kv_proj, module.gate_proj))
-    with _replaced(module.kv_proj, lambda _: kv), _replaced(module.gate_proj, lambda _: gate):
+    with replaced(module.kv_proj, lambda _: kv), replaced(module.gate_proj, lambda _: gate):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before

@@ -55,6 +55,7 @@ class ForwardHooks:
         state: ParallelState,
         batches: BatchCheck | None,
         model_changes: ModelChangeCheck | None,
+        scales: Stage | None,
         *,
         compute_logits: bool,
     ) -> None:
@@ -67,7 +68,7 @@ class ForwardHooks:
         self.model, self.shards_weights, self.replays = model, False, False
         self.no_inference_mode = contextlib.ExitStack()
 
-        self.model_changes, self.tensor = model_changes, tensor
+        self.model_changes, self.tensor, self.scales = model_changes, tensor, scales
         self.gradients = state.gradients
         self.vision = VisionTower(model, state) if traits.encoders else None
         self.encode = None if self.vision is None else EncodePictures(self.vision)
@@ -84,13 +85,15 @@ class ForwardHooks:
         """Compose the stages of one forward."""
         stages: list[Stage | None]
         if call.cache is not None:
-            stages = [self.model_changes, self.tensor, self.cached, self.vision, self.encode, self.layers, self.mixers]
+            stages = [self.model_changes, self.tensor, self.cached, self.scales, self.vision, self.encode, self.layers]
+            stages.append(self.mixers)
         else:
             stages = [
                 self.model_changes,
                 self.tensor,
                 self.vision,
                 self.shard,
+                self.scales,
                 self.memory,
                 self.encode,
                 self.defer,

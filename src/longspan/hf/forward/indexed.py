@@ -13,10 +13,11 @@ Shape suffixes: B batch, L my tokens, Q queries of a block, N all tokens, T chos
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,34 +41,87 @@ from longspan.hf.model.support import HELP
 
 
 @dataclass(frozen=True)
-class IndexedMask(MaskRequest):
-    """The mask that a layer hands to its indexer, with the facts of the batch, which the indexer does not get."""
+class ChoosersMask(MaskRequest):
+    """A mask as layers hand it to their indexers; a layer may overlay it with what was chosen."""
 
-    info: SequenceInfo | None = dataclasses.field(default=None, compare=False)
+    chosen: Any = dataclasses.field(default=None, compare=False)
+    dtype: Any = dataclasses.field(default=torch.bool, compare=False)
 
-    def __getitem__(self, index: Any) -> IndexedMask:
-        return self  # the indexer gets the mask without its dimension of heads
+    def __getitem__(self, index: Any) -> ChoosersMask:
+        return self  # without its dimension of heads
+
+    def __and__(self, chosen: Any) -> ChoosersMask:
+        return dataclasses.replace(self, chosen=chosen)
 
 
-class IndexedLayer:
-    """Lets a layer hand on latent vectors instead of keys and values, and its indexer choose from all ranks' tokens."""
+class ChoosingLayer:
+    """Binds an attention layer and its module that chooses keys, which does not get the facts of a batch itself.
+
+    Attributes:
+        part: the module; None for a layer that uses what a layer before it has chosen.
+        own: the module's own forward, which `choose` replaces.
+        caches: whether the layer generates with a sharded cache.
+        counts_padding: whether the module counts padding on the left, too.
+    """
+
+    caches, counts_padding = False, True
+
+    def __init__(self, layer: Any, name: str, part: Any, choose: Callable[..., Any]) -> None:
+        self.name, self.part, self._info = name, part, list[Any]()
+        if part is not None:
+            self.own = part.forward
+            part.forward = not_compiled(choose)
+            layer.register_forward_pre_hook(self._take_facts, with_kwargs=True)
+
+    def check(self, name: str, info: SequenceInfo) -> None:
+        """Raise unless each row is one document, as the module counts neighbouring tokens."""
+        one_each = all(len(row) == 1 and row[0][0] * self.counts_padding == 0 for row in info.segments or ())
+        if info.nodes or info.visible or info.bidirectional or not one_each:
+            raise LongspanError(
+                f"layer {self.name} of {name} joins neighbouring tokens of the row in blocks, of whatever document; "
+                f"give one document per row{', with padding on the right only' * self.counts_padding}"
+            )
+
+    def facts(self) -> Any:
+        """Return the `SequenceInfo` of the call in progress, once."""
+        info = self._info.pop() if self._info else None
+        if not isinstance(info, SequenceInfo):
+            raise LongspanError(
+                f"layer {self.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
+            )
+        return info
+
+    def _take_facts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._info, request = [kwargs.get("longspan")], kwargs.get("attention_mask")
+        if isinstance(request, MaskRequest):
+            kwargs = {**kwargs, "attention_mask": ChoosersMask(**vars(request))}
+        return args, kwargs
+
+
+def refuse_tree(layer: str, model: str, info: SequenceInfo) -> None:
+    """Raise for a tree of documents; `layer` and `model` are their names."""
+    if info.nodes is not None:
+        raise LongspanError(
+            f"layer {layer} of {model} chooses the tokens that it attends to from the whole row, and a tree "
+            f"(`tin` and `tout`) has paths; give it each sequence by itself"
+        )
+
+
+class IndexedLayer(ChoosingLayer):
+    """Lets a layer hand on latent vectors instead of keys and values, and its indexer choose from all ranks' tokens.
+
+    The indexer returns int32 [B, L, T]: indices in the whole sequence, and -1 where a query sees fewer than T tokens.
+    """
 
     caches = True
 
     def __init__(self, layer: Any, name: str, latents: LatentLayer) -> None:
-        self.name, self.latents, self.number = name, latents, layer.layer_idx
-        layer.register_forward_pre_hook(_add_facts, with_kwargs=True)
+        super().__init__(layer, name, getattr(layer, "indexer", None), torch.no_grad()(self._choose))
+        self.latents, self.number = latents, layer.layer_idx
         layer.expand_kv = latents.join
-        indexer = getattr(layer, "indexer", None)
-        if indexer is not None:  # else the layer uses what a layer before it has chosen
-            indexer.forward = Indexer(indexer, name)
 
     def check(self, name: str, info: SequenceInfo) -> None:
-        if info.nodes is not None:
-            raise LongspanError(
-                f"layer {self.name} of {name} chooses the tokens that it attends to from the whole row, and a tree "
-                f"(`tin` and `tout`) has paths; give it each sequence by itself"
-            )
+        refuse_tree(self.name, name, info)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], chosen: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
@@ -88,56 +142,20 @@ class IndexedLayer:
             out = padding_sees_itself(out, c[..., packing.value], info.padding)
         return expand(out, for_values)
 
-
-def check_one_document(layer: str, model: str, info: SequenceInfo) -> None:
-    """Raise for a layer that counts neighbouring tokens of a row, if rows are not one document with padding behind."""
-    one_each = all(len(row) == 1 and row[0][0] == 0 for row in info.segments or ())
-    if info.nodes or info.visible or info.bidirectional or not one_each:
-        raise LongspanError(
-            f"layer {layer} of {model} joins neighbouring tokens of the row in blocks, of whatever document; give one "
-            f"document per row, with padding on the right only"
-        )
-
-
-def _add_facts(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    request, info = kwargs.get("attention_mask"), kwargs.get("longspan")
-    if isinstance(request, MaskRequest) and isinstance(info, SequenceInfo):
-        asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(MaskRequest)}
-        kwargs = {**kwargs, "attention_mask": IndexedMask(**asked, info=info)}
-    return args, kwargs
-
-
-class Indexer:
-    """Replaces the forward of a model's indexer by one that chooses from the tokens of all ranks.
-
-    It returns int32 [B, L, T]: indices in the whole sequence, and -1 where a query sees fewer than T tokens.
-    """
-
-    def __init__(self, indexer: Any, name: str) -> None:
-        self.indexer, self.name, self.scores = indexer, name, indexer.forward
-        self.signature = inspect.signature(self.scores)
-        self._chooses = not_compiled(torch.no_grad()(self._choose))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = self.signature.bind(*args, **kwargs).arguments
-        mask = given["attention_mask"]
-        if not isinstance(mask, IndexedMask) or mask.info is None:
-            raise LongspanError(f"the indexer of layer {self.name} did not get its batch; {HELP}")
-        chosen: Tensor = self._chooses({**given, "attention_mask": None}, mask, mask.info)
-        return chosen
-
-    def _choose(self, given: dict[str, Any], request: IndexedMask, info: SequenceInfo) -> Tensor:
+    def _choose(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = inspect.signature(self.own).bind(*args, **kwargs).arguments
+        request, given["attention_mask"], info = given["attention_mask"], None, self.facts()
         mask, keys_BLD = mask_of(request, info), self._keys(given)
         if not isinstance(info, CachedInfo):
             return self._best(given, info.gather(keys_BLD), mask, my_positions(info.sp, info.length))
-        step, store = info.step, info.cache.layer_cache(self.indexer.layer_idx)
+        step, store = info.step, info.cache.layer_cache(self.part.layer_idx)
         past = None if store.rows is None else store.read(keys_BLD.dtype)[0][:, 0, :, -keys_BLD.shape[2] :]
         i = step.past + (my_positions(info.sp, step.new) if step.sharded else torch.arange(step.new))
         if step.sharded:
             keys_BLD = info.sp.gather(keys_BLD, dim=1, length=step.new)
         spans = step.kv_placement.held(step.sp.ring_rank, step.past)
         mine = torch.cat([keys_BLD[:, :0], *(keys_BLD[:, a - step.past : b - step.past] for a, b in spans)], 1)
-        step.index_keys[self.indexer.layer_idx] = mine
+        step.index_keys[self.part.layer_idx] = mine
         if step.sharded:
             return self._best(given, whole_of(step, past, keys_BLD), mask, i)
         here = mine if past is None else torch.cat([past, mine], 1)
@@ -149,7 +167,7 @@ class Indexer:
         B, N, _ = keys_BND.shape
         looks_ahead = not mask.causal or mask.prefix is not None or mask.bidirectional is not None
         last = [N] * len(i) if looks_ahead else (i + 1).clamp(max=N).tolist()
-        each = rows_of_tile(INDEXED_TILE, B * N * self.indexer.n_heads, keys_BND.device.type == "cpu")
+        each = rows_of_tile(INDEXED_TILE, B * N * self.part.n_heads, keys_BND.device.type == "cpu")
         parts = list[Tensor]()
         for start in range(0, len(i), each):
             block = slice(start, start + each)
@@ -163,23 +181,24 @@ class Indexer:
     def _top(self, scores_BQN: Tensor, mask: Mask, i: Tensor) -> Tensor:
         (B, _, N), device = scores_BQN.shape, scores_BQN.device
         allowed_BQN = mask.dense(B, 1, to_device(i, device), torch.arange(N, device=device))[:, 0].expand(B, -1, -1)
-        best = scores_BQN.masked_fill(~allowed_BQN, -math.inf).topk(min(self.indexer.index_topk, N), -1).indices
+        best = scores_BQN.masked_fill(~allowed_BQN, -math.inf).topk(min(self.part.index_topk, N), -1).indices
         return best.masked_fill(~allowed_BQN.gather(-1, best), -1).int()
 
     def _keys(self, given: Mapping[str, Any]) -> Tensor:
-        """Return the index keys of my tokens, `[B, L, D]`. By blocks: an indexer computes its wide queries first."""
+        """Return the index keys of my tokens, `[B, L, D]`. By blocks, as an indexer makes wide queries first."""
         some = next(x for x in given.values() if isinstance(x, Tensor))
-        B, L = some.shape[:2]
-        indexer, parts = self.indexer, list[Tensor]()
-        each = rows_of_tile(INDEXED_TILE, B * indexer.n_heads * indexer.head_dim, some.device.type == "cpu")
-        for start in range(0, L, each):
-            block = slice(start, start + each)
-            try:
-                self.scores(**{key: _of_queries(x, block) for key, x in given.items()} | {"cache": _StopAtKeys()})
-            except CapturedKeys as captured:
-                parts.append(captured.keys)
-            else:
-                raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
+        indexer, parts = self.part, list[Tensor]()
+        wide = indexer.n_heads * indexer.head_dim
+        each = rows_of_tile(INDEXED_TILE, some.shape[0] * wide, some.device.type == "cpu")
+        with replaced(indexer.wq_b, lambda x: x.new_zeros(1).expand(*x.shape[:-1], wide)):  # keys need no queries
+            for start in range(0, some.shape[1], each):
+                mine = {key: _of_queries(x, slice(start, start + each)) for key, x in given.items()}
+                try:
+                    self.own(**mine | {"cache": _StopAtKeys()})
+                except CapturedKeys as captured:
+                    parts.append(captured.keys)
+                else:
+                    raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
         return torch.cat(parts, 1)
 
     def _scores(self, given: Mapping[str, Any], keys_BND: Tensor) -> Tensor:
@@ -187,7 +206,7 @@ class Indexer:
         everything = torch.ones(1, 1, 1, dtype=torch.bool, device=keys_BND.device)
         scored = _Scored(keys_BND)
         with scored:
-            self.scores(**{**given, "attention_mask": everything, "cache": scored})
+            self.own(**{**given, "attention_mask": everything, "cache": scored})
         if scored.scores_BLN is None or not scored.read:
             raise LongspanError(f"the indexer of layer {self.name} does not score keys of its cache; {HELP}")
         return scored.scores_BLN
@@ -237,3 +256,17 @@ def _of_queries(x: Any, block: slice) -> Any:
     if isinstance(x, tuple):
         return tuple(_of_queries(part, block) for part in x)
     return x[:, block] if isinstance(x, Tensor) else x
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute something else for a while."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before

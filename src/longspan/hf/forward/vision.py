@@ -9,7 +9,6 @@ Shape suffixes: B rows, n tokens of the sequence, L of this rank.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from transformers.utils import ModelOutput
 from longspan.comm.agree import gather_numbers
 from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.compat.reading import ENCODER_OUTPUTS, text_part, tower_modules
+from longspan.compat.reading import ENCODER_OUTPUTS, encode_again, return_rows, text_part, tower_modules
 from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
@@ -34,7 +33,7 @@ from longspan.hf.batch.documents import tokens_of
 from longspan.hf.batch.host import read_on_host
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
+from longspan.hf.model.encoders import Encoder, Units
 from longspan.hf.model.examples import rows_in, with_rows
 from longspan.hf.model.rule import RuleEncoder
 from longspan.hf.model.support import draws
@@ -61,6 +60,7 @@ class VisionTower(Stage):
 
     def reset(self) -> None:
         self.found, self.unused = {}, []
+        encode_again(self.core)
 
     def _join_unused(self, module: Any, args: Any, embeddings: Tensor) -> Tensor | None:
         """Add the sum of `unused`, which is 0, to the embeddings of tokens."""
@@ -140,17 +140,19 @@ class VisionTower(Stage):
                 )
             token = getattr(call.model.config, encoder.token)
             placeholders_Bn = ids_Bn == token
-            counted = units.rows != UNKNOWN  # else the encoder's output is compared with the placeholders
-            rows = sum(units.rows) if counted else int(placeholders_Bn.sum())
+            rows = sum(units.rows)
             if past and int(placeholders_Bn[:, past:].sum()) == rows:  # pixels of the new turn alone
                 placeholders_Bn[:, :past] = False
             given = int(placeholders_Bn.sum())
             if given != rows:
-                raise LongspanError(_other_number(encoder, given, token, rows))
+                raise LongspanError(
+                    f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
+                    f"{rows} embeddings; give as many placeholders as the processor makes, and cut none off"
+                )
             spans = split_by_cost(units.patches, self.sp.size)
             call.patches[encoder.modality] = max(sum(units.patches[start:stop]) for start, stop in spans)
             numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(ids_Bn) - 1
-            found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1), given, token)
+            found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1))
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
             crc = zlib.crc32(placeholders_Bn.numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
         # How they split into units decides how much is sent where.
@@ -204,15 +206,17 @@ class VisionTower(Stage):
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
-            # `mm_encoder_outputs`: the model's forward inserts these rows at my placeholders, and runs no tower.
-            call.inputs[ENCODER_OUTPUTS] = outputs
+            # The model's forward inserts at my placeholders what its encoder functions return: these rows.
+            pixels = {key: x for pictures in self.found.values() for key, x in pictures.batch.items()}
+            keys = {key for encoder in self.found for key in encoder.all_keys if pixels.get(key) is not None}
+            call.inputs |= {key: to_device(pixels[key][:1], self.sp.device) for key in keys}
+            return_rows(self.core, outputs)
 
     def _like_other_replica(self, encoder: Encoder, pictures: Pictures | None) -> dict[str, Tensor]:
         """Return a picture of ones, of the shape of one that a replica has, for those that have none. Collective."""
         mine = None
         if pictures is not None:
-            stop = ALL if pictures.units.rows == UNKNOWN else 1
-            given = encoder.part(self.core, pictures.batch, 0, stop)
+            given = encoder.part(self.core, pictures.batch, 0, 1)
             mine = {
                 key: (x.dtype, tuple(x.shape), None if x.is_floating_point() else x.tolist())
                 for key, x in given.items()
@@ -243,10 +247,10 @@ class VisionTower(Stage):
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         """Remove the tower's output, of which this rank has only a part."""
-        if ENCODER_OUTPUTS not in call.inputs or not isinstance(output, ModelOutput):
+        if not self.found or not isinstance(output, ModelOutput):
             return output
         kind: Any = type(output)
-        parts = {f"{encoder.modality}_outputs" for encoder in self.traits.encoders}
+        parts = {f"{each.modality}_{name}" for each in self.traits.encoders for name in ("outputs", "hidden_states")}
         return kind(**{name: value for name, value in output.items() if name not in parts})
 
 
@@ -267,8 +271,6 @@ class Pictures:
     batch: Mapping[str, Any]  # with the encoder's keys
     units: Units  # what the tower can encode alone: an image, a tile of one, or a video frame
     numbers_Bn: Tensor  # into the units' embeddings, int64; -1: the token is no placeholder
-    total: int = -1  # placeholders of the whole prompt, with which an unknown number of embeddings is compared
-    token: int = -1  # their id
 
     def of_chunk(self, encoder: Encoder, core: Any, start: int, new: int, rows: int) -> Pictures | None:
         """Return the units that `new` tokens from `start` need, in `rows` rows; None if they need none.
@@ -278,8 +280,6 @@ class Pictures:
         numbers_Bn = self.numbers_Bn[:, start : start + new]
         numbers_Bn = F.pad(numbers_Bn, (0, new - numbers_Bn.shape[1]), value=-1)  # drafted tokens
         numbers_Bn = numbers_Bn.repeat_interleave(rows // len(numbers_Bn), 0)
-        if self.units.rows == UNKNOWN:
-            return dataclasses.replace(self, numbers_Bn=numbers_Bn) if bool((numbers_Bn >= 0).any()) else None
         sizes = torch.tensor(self.units.rows)
         units_Bn = torch.bucketize(numbers_Bn, sizes.cumsum(0), right=True)
         wanted = units_Bn[numbers_Bn >= 0].unique()
@@ -310,13 +310,6 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     `whole`: every rank holds all tokens.
     """
     units, rank = pictures.units, sp.rank
-    if units.rows == UNKNOWN:  # not known before they are encoded: every rank encodes all pictures
-        output = encoder.encode(core, pictures.batch, 0, ALL, sp.device)
-        rows = rows_in(output)
-        if pictures.total not in (-1, len(rows)):
-            raise LongspanError(_other_number(encoder, pictures.total, pictures.token, len(rows)))
-        mine = _numbers_of(pictures.numbers_Bn, None if whole else sp, rank)
-        return with_rows(output, rows[to_device(mine, rows.device)])
     spans = split_by_cost(units.patches, sp.size)  # the units of each rank
     ends = [0, *itertools.accumulate(units.rows)]
     rows_of_ranks = [(ends[start], ends[stop]) for start, stop in spans]  # and their embeddings
@@ -340,13 +333,6 @@ def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding
     if not torch.equal(mine, numbers_of_ranks[rank]):  # repeated, or in another order
         rows = rows[to_device(torch.bucketize(numbers_of_ranks[rank], mine), rows.device)]
     return with_rows(output, rows)
-
-
-def _other_number(encoder: Encoder, given: int, token: int, rows: int) -> str:
-    return (
-        f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives {rows} "
-        f"embeddings; give as many placeholders as the processor makes, and cut none off"
-    )
 
 
 def _numbers_of(numbers_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:

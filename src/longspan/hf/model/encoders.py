@@ -19,20 +19,13 @@ from longspan.compat.torch_api import to_device
 from longspan.compat.transformers_api import tiles_of_image
 from longspan.core.errors import LongspanError
 
-ALL = -1
-"""As the end of units: all of them, also if they cannot be encoded apart."""
-
 
 @dataclass(frozen=True)
 class Units:
     """The units of one modality in a batch."""
 
     patches: tuple[int, ...]  # per unit: its cost in the tower
-    rows: tuple[int, ...]  # per unit: its embeddings in the language model; `UNKNOWN` until all are encoded
-
-
-UNKNOWN = (-1,)
-"""`Units.rows` where the number of embeddings depends on pixels."""
+    rows: tuple[int, ...]  # per unit: its embeddings in the language model
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ MODALITIES = ("image", "video", "audio")
 
 _SETTINGS = {
     "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "interpolate_pos_encoding",
-    "downsample_mode", "return_dict", "kwargs",
+    "downsample_mode", "return_dict", "kwargs", "args", "sample", "padding_cache", "encoder_inputs_embeds", "cache",
+    "use_cache",
 }  # fmt: skip
 """Arguments of encoder functions that are read from the config, and are no entries of a batch."""
 
@@ -50,39 +51,40 @@ def example(
 
 
 def run_encoder(core: Any, modality: str, given: Mapping[str, Tensor]) -> Any:
-    """Run an encoder function; on the meta device, integers keep their values."""
+    """Run an encoder function. If the module is on the meta device, inputs keep their values as long as possible."""
     run = getattr(core, f"get_{modality}_features")
     if not next(core.parameters()).is_meta:
         return run(**given, return_dict=True)
     with torch.no_grad(), on_meta():
-        return run(
-            **{k: x.to("meta", torch.float32) if x.is_floating_point() else x.cpu() for k, x in given.items()},
-            return_dict=True,
-        )
+        return run(**given, return_dict=True)
 
 
 def rows_in(output: Any) -> Tensor:
     """Return an encoder's output, a row per embedding: `[rows, width]`. Deepstack features are further columns."""
     parts = [output[_field(output)], *(output.get("deepstack_features") or [])]
-    return torch.cat([_joined(part) for part in parts], 1) if len(parts) > 1 else _joined(parts[0])
+    joined = [_joined(part, output.get("attention_mask")) for part in parts]
+    return torch.cat(joined, 1) if len(joined) > 1 else joined[0]
 
 
 def sizes_in(output: Any) -> list[int]:
     """Return the embeddings of each picture, or of all if the output does not tell them apart."""
-    x = output[_field(output)]
+    x, real = output[_field(output)], output.get("attention_mask")
+    if real is not None:
+        return [int(count) for count in real.sum(1)]
     parts = x if not isinstance(x, Tensor) else x if x.dim() > 2 else [x]
     return [math.prod(part.shape[:-1]) for part in parts]
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:
     """Return an output of the encoder with `rows` alone, in the columns of `rows_in`."""
-    deep, name = output.get("deepstack_features"), _field(output)
-    before = output[name]
-    pooled, *more = rows.split(_joined(before).shape[1], 1)
-    dropped = ("last_hidden_state", "hidden_states", "attentions")
-    kept = {key: x for key, x in output.items() if key not in dropped}
+    deep, before = output.get("deepstack_features"), output[_field(output)]
+    pooled, *more = rows.split((before if isinstance(before, Tensor) else before[0]).shape[-1], 1)
+    kept = {key: x for key, x in output.items() if key not in ("hidden_states", "attentions")}
     kept |= {} if deep is None else {"deepstack_features": [(x,) for x in more]}
-    kept[name] = pooled.view(*(1,) * (before.dim() - 2), *pooled.shape) if isinstance(before, Tensor) else (pooled,)
+    mine = pooled.view(*(1,) * (before.dim() - 2), *pooled.shape) if isinstance(before, Tensor) else (pooled,)
+    kept |= {key: mine for key in ("last_hidden_state", "pooler_output") if kept.get(key) is not None}
+    if "attention_mask" in kept:  # of padded sounds: no row is padding
+        kept["attention_mask"] = torch.ones(1, len(pooled), dtype=torch.bool, device=pooled.device)
     return type(output)(**kept)
 
 
@@ -91,7 +93,9 @@ def _field(output: Any) -> str:
     return "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"
 
 
-def _joined(embeddings: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def _joined(embeddings: Tensor | tuple[Tensor, ...] | list[Tensor], real: Tensor | None) -> Tensor:
+    if real is not None:  # of padded sounds
+        return embeddings[real]
     x = embeddings if isinstance(embeddings, Tensor) else torch.cat(tuple(x.flatten(0, -2) for x in embeddings))
     return x if x.dim() == 2 else x.flatten(0, -2)
 
@@ -209,25 +213,18 @@ def _pictures(
 
 
 def _sounds(config: Any, names: list[str], number: int, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    audio = getattr(config, "audio_config", None)
-    bins = next(
-        (x for n in ("num_mel_bins", "feature_size", "input_feat_size", "input_dim") if (x := getattr(audio, n, None))),
-        16,
+    """Make sounds of features or samples; the last one is shorter, if a mask or lengths can say so."""
+    audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None)
+    widths = ("num_mel_bins", "feature_size", "input_feat_size", "input_dim")
+    bins = next((x for name in widths if (x := getattr(audio, name, None))), 16) * getattr(
+        audio, "num_stacked_frames", 1
     )
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    for length in (64, 100, 160, 400, 1280, 2560, 3000):
-        if "values" in names[0]:
-            shapes = [(number, length), (number, 1, length)]
-        else:
-            shapes = [(number, bins, length), (number, length, bins), (number, 128, length), (number, length, 128)]
-        for shape in shapes:
-            masks = {
-                n: torch.ones(number, length, dtype=torch.int64 if "attention" in n else torch.bool)
-                for n in names[1:]
-                if "mask" in n
-            }
-            lengths = {n: torch.tensor([length] * number) for n in names[1:] if "chunk" in n}
-            yield {names[0]: noise(*shape), **masks, **lengths}
+    for length, short in itertools.product((64, 100, 160, 256, 400, 1280, 2560, 3000), (3, 4)):
+        real = torch.ones(number, length, dtype=torch.bool)
+        real[number - 1, short * length // 4 :] = False
+        more = {name: real.long() if "attention" in name else real for name in names[1:] if "mask" in name}
+        more |= {name: real.sum(1) for name in names[1:] if "lengths" in name}
+        if short == 4 or more:
+            features = [(bins, length), (length, bins), (128, length), (length, 128)]
+            for shape in [(length,), (1, length)] if "values" in names[0] else features:
+                yield {names[0]: torch.randn((number, *shape), generator=draw), **more}

@@ -202,29 +202,29 @@ def open_config(label: str, name: str, changes: Mapping[str, Any] | None = None)
     return config
 
 
-_VISION = "a vision-language model"
+_VISION, _AUDIO = "a vision-language model", "an audio-language model"
 
 
 def kind_of(config: Any) -> str | None:
     """Return the kind of model, if it is not a language model over one sequence of tokens; else None."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder"
-    kinds = {"vision_config": _VISION, "audio_config": "an audio-language model"}
+    kinds = {"vision_config": _VISION, "audio_config": _AUDIO}
     return next((kind for part, kind in kinds.items() if getattr(config, part, None) is not None), None)
 
 
 def takes_pictures(config: Any) -> bool:
-    """Return whether a config is that of a vision-language model."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    """Return whether a config is that of a model of text and pictures or sounds."""
+    from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-    return kind_of(config) == _VISION and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return kind_of(config) in (_VISION, _AUDIO) and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 def language_model_class(config: Any) -> Any:
-    """Return the class of transformers that makes a language model, or a vision-language model, of a config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """Return the class of transformers that makes a language model, or a multimodal one, of a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    return AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if takes_pictures(config) else AutoModelForCausalLM
 
 
 def _has_text_model(config: Any) -> bool:
@@ -236,7 +236,7 @@ def _has_text_model(config: Any) -> bool:
 
 def without_dropout(config: Any) -> Any:
     """Set every dropout probability of a Hugging Face config to 0, in place, and return it."""
-    parts = [config, config.get_text_config(), getattr(config, "vision_config", None)]
+    parts = [config, config.get_text_config(), *(getattr(config, name, None) for name in config.sub_configs)]
     for part in {id(part): part for part in parts if part is not None}.values():
         for key, value in list(vars(part).items()):
             if isinstance(value, float) and "drop" in key:

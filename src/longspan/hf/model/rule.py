@@ -1,7 +1,7 @@
 """Accept a multimodal model by rule: find its encoders, and check on a small copy that the rule holds.
 
 The rule: encoder functions (`get_image_features`, ...) return embeddings for placeholder tokens, the forward inserts
-embeddings that were computed before (`mm_encoder_outputs`), and the language model sees nothing else of the pictures.
+them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures.
 
 Shape suffixes: B rows, n tokens of the sequence.
 """
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.compat.reading import ENCODER_OUTPUTS, text_part, vision_core
+from longspan.compat.reading import encode_again, return_rows, text_part, vision_core
 from longspan.compat.transformers_api import new_model, own_positions, set_attention
 from longspan.core.errors import LongspanError
-from longspan.hf.model.encoders import ALL, UNKNOWN, Encoder, Units
+from longspan.hf.model.encoders import Encoder, Units
 from longspan.hf.model.examples import MODALITIES, encoder_arguments, example, rows_in, run_encoder, sizes_in, with_rows
 from longspan.hf.model.pretrained import first_line
 from longspan.hf.model.small import shrunk
@@ -50,11 +50,10 @@ class RuleEncoder(Encoder):
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         given, cuts = self._given(batch), self._cuts(batch)
         rows, pixels = self._rows(core, given), given[self.pixels]
-        if rows is not None and cuts is not None and len(rows) != len(cuts):
-            each = [self._rows(core, self.part(core, batch, i, i + 1)) for i in range(len(cuts))]
-            rows = None if None in each else [sum(of) for of in each if of is not None]
-        if rows is None or cuts is None:
-            return Units((self._patches(core, pixels),), UNKNOWN if rows is None else (sum(rows),))
+        if cuts is None:
+            return Units((self._patches(core, pixels),), (sum(rows),))
+        if len(rows) != len(cuts):
+            rows = [sum(self._rows(core, self.part(core, batch, i, i + 1))) for i in range(len(cuts))]
         return Units(tuple(self._patches(core, pixels[start:stop]) for start, stop in cuts), tuple(rows))
 
     def _patches(self, core: Any, pixels: Tensor) -> int:
@@ -69,7 +68,7 @@ class RuleEncoder(Encoder):
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
         given, cuts = self._given(batch), self._cuts(batch)
-        if cuts is None or stop == ALL or (start, stop) == (0, len(cuts)):
+        if cuts is None or (start, stop) == (0, len(cuts)):
             return given
         first, last = cuts[start][0], cuts[stop - 1][1]
         return {key: x[start:stop] if len(x) == len(cuts) else x[first:last] for key, x in given.items()}
@@ -87,9 +86,14 @@ class RuleEncoder(Encoder):
         """Return the entries of the first dim of each picture's pixels; None if pictures cannot be encoded apart."""
         return pictures_in(self._given(batch), self.pixels) if self.apart else None
 
-    def _rows(self, core: Any, given: dict[str, Any]) -> list[int] | None:
-        """Return the embeddings of each picture, counted on the meta device; None if they depend on values."""
-        return _count(self.kind, _Config(core.config), self.modality, _Shapes(given))
+    def _rows(self, core: Any, given: dict[str, Any]) -> list[int]:
+        """Return the embeddings of each picture, or of all, counted on the meta device."""
+        config = _Config(core.config)
+        counted = _count(self.kind, config, self.modality, _Shapes(given))
+        if counted is None:  # some encoders drop pictures of zeros, which pad a row
+            values = {key: x.float().cpu() if x.is_floating_point() else x for key, x in given.items()}
+            counted = sizes_in(run_encoder(_twin(self.kind, config), self.modality, values))
+        return counted
 
 
 def pictures_in(given: Mapping[str, Tensor], pixels: str) -> list[tuple[int, int]] | None:
@@ -126,6 +130,7 @@ class _Shapes:
 @functools.lru_cache(maxsize=1024)
 def _count(kind: Any, config: _Config, modality: str, shapes: _Shapes) -> list[int] | None:
     given, shapes.given = shapes.given, {}  # keep no pixels
+    given = {key: x.to("meta", torch.float32) if x.is_floating_point() else x for key, x in given.items()}
     try:
         return sizes_in(run_encoder(_twin(kind, config), modality, given))
     except Exception:  # of any kind: the function reads values that do not exist on the meta device
@@ -234,9 +239,17 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
             independent = bool(parts) and _close(torch.cat(apart), rows)
         except Exception:  # of any kind
             independent = False
+        encoder = dataclasses.replace(encoder, apart=independent, frames=frames)
         sizes = [len(x) for x in apart] if independent else sizes_in(whole)
+        try:
+            counted = sum(encoder.units(core, given).rows)
+        except Exception as error:  # of any kind
+            raise LongspanError(
+                f"makes embeddings of its {modality}s whose number is known too late ({first_line(error)[:120]})"
+            ) from error
+        assert counted == len(rows), (counted, len(rows))
         _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
-    return dataclasses.replace(encoder, apart=independent, frames=frames)
+    return encoder
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -277,44 +290,51 @@ class _Check:
             raise LongspanError(
                 f"cannot be checked: its small copy does not run ({first_line(error)[:120]})"
             ) from error
-        n = self.ids.shape[1]
+        everything = torch.arange(self.ids.shape[1])
         positions = self._positions()
-        everything = torch.arange(n)
+        text = torch.where(self.ids == self.token, 5, self.ids)
         try:
             found, _ = self._part(everything, positions)
+            if not _equal_masks(
+                seen.get("attention_mask"), self._part(everything, positions, text)[1]["attention_mask"]
+            ):
+                raise LongspanError(
+                    f"lets the tokens of its {self.modality}s see each other, or other tokens see them, otherwise than "
+                    f"text"
+                )
             if not _close(found[self.mask == 1], expected[self.mask == 1]):
                 raise LongspanError(f"uses its {self.modality}s otherwise than as embeddings of their placeholders")
-            third = n // 3
+            third = len(everything) // 3
             for mine in (torch.cat([everything[:third], everything[2 * third :]]), everything[third : 2 * third]):
                 self._compare(seen, self._part(mine, positions)[1], mine)
         except LongspanError:
             raise
         except Exception as error:  # of any kind
             raise LongspanError(f"does not run on a part of its tokens ({first_line(error)[:120]})") from error
-        text = {"input_ids": torch.where(self.ids == self.token, 5, self.ids), "position_ids": positions}
-        _, plain = self._forward({**text, "attention_mask": self.mask})
-        if not _equal_masks(seen.get("attention_mask"), plain.get("attention_mask")):
-            raise LongspanError(
-                f"lets the tokens of its {self.modality}s see each other, or other tokens see them, otherwise than text"
-            )
 
     def _positions(self) -> Tensor:
         own = own_positions(self.model)
         found = None if own is None else own(self.batch, 0)
         return torch.arange(self.ids.shape[1])[None] if found is None else found
 
-    def _part(self, mine: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        ids = self.ids[:, mine]
-        before = (self.ids == self.token).flatten().cumsum(0).view_as(self.ids) - 1
-        chosen = before[:, mine][ids == self.token]
+    def _part(self, mine: Tensor, positions: Tensor, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Run some tokens as a rank does: `ids` are others than those with pictures."""
+        of_all = self.ids if ids is None else ids
+        before = (of_all == self.token).flatten().cumsum(0).view_as(of_all) - 1
+        kinds = torch.where(of_all == self.ids, self.kinds, 0)
+        part, chosen = of_all[:, mine], before[:, mine]
         batch: dict[str, Any] = {
-            "input_ids": ids,
+            "input_ids": part,
             "attention_mask": self.mask[:, mine],
             "position_ids": positions[..., mine],
         }
-        batch |= {ENCODER_OUTPUTS: {self.modality: with_rows(self.output, self.rows[chosen])}}
-        batch |= {"token_type_ids": self.kinds[:, mine]} if "token_type_ids" in self.batch else {}
-        return self._forward(batch)
+        batch |= {key: x[:1] for key, x in self.given.items()}
+        batch |= {"token_type_ids": kinds[:, mine]} if "token_type_ids" in self.batch else {}
+        return_rows(self.core, {self.modality: with_rows(self.output, self.rows[chosen[part == self.token]])})
+        try:
+            return self._forward(batch)
+        finally:
+            encode_again(self.core)
 
     def _forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return the logits, and what the language model was called with."""
@@ -339,7 +359,7 @@ class _Check:
                 continue
             y = dict(_tensors(part)).get(name)
             expected = self._cut(x, mine, chosen)
-            if name.startswith("position_ids"):  # the model takes what it is given; `run` has compared the logits
+            if name == "position_ids" and y is not None:  # the model takes what it is given; `run` compares the logits
                 continue
             if (
                 y is None

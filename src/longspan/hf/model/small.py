@@ -11,7 +11,7 @@ HIDDEN = HEADS * HEAD_DIM
 
 # The first pattern that matches the whole name sets the size. Values that are 0, 1 or off by default stay so.
 _SIZES: tuple[tuple[str, Any], ...] = (
-    (r".*_(factor|ratio|coef|scale)|.*_pattern", None),
+    (r".*_(factor|ratio|coef|scale)|.*_pattern|n_window(_infer)?", None),
     (r".*(drop|pdrop|dropout)(_p|_prob|_rate|_path_rate|out)?|.*layerdrop|.*jitter.*", 0.0),
     (r"(decoder_|unpadded_)?vocab_size(_per_layer_input)?", VOCABULARY),
     (r"pad_token_id", 0),
@@ -35,14 +35,17 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"qk_rope_head_dim|rotary_dim", HEAD_DIM // 2),
     (r"\w*_?head_(dim|size)|dim_head|\w*d_head|kv_channels|mamba_headdim", HEAD_DIM),
     (r"hidden_size_per_layer_input|.*_rank|d_rel", HEAD_DIM),
-    (r"patch_size|spatial_patch_size", 4),
+    (r"patch_sizes?|spatial_patch_size", 4),
     (r"image_size|max_image_size|resolution", 16),
     (
         r"mm_tokens_per_image|num_(image_tokens|patches|position_embeddings)|num_query_tokens|\w*n_latents|posemb_\w+_size",
         16,
     ),
     (r"base_channels", HIDDEN),
+    (r"index_block_size", 128),  # one block: its indexer compares blocks with positions
+    (r"index_kpool", 2),
     (r"num_mel_bins|feature_size", 16),
+    (r"conv_output_size", 2 * HIDDEN),
     (
         r"hidden_size|d_model|n_embd|dim|emb\w*_dim|embedding_(dim|size)|word_embed_proj_dim"
         r"|\w+_hidden_size|adapter_(in|out|input)_(dim|size)|(\w+_)?(in|out)put_(dim|size)|projection_dim|d_out"
@@ -84,6 +87,8 @@ def shrunk(given: Any, changes: dict[str, Any], as_checkpoints: Mapping[str, Any
         else:
             sub = kind
         sizes[name] = shrunk(sub, changes, as_checkpoints).to_dict()
+    if "per_layer_config" in values and "qk_nope_head_dim" in values:  # one size for all layers
+        sizes |= {"per_layer_config": {}, "head_dim": HEAD_DIM * 3 // 2}
     if "mrope_section" in (getattr(cls, "ignore_keys_at_rope_validation", None) or ()) and "rope_parameters" in values:
         sizes["rope_parameters"] = _with_axes(sizes.get("rope_parameters") or values["rope_parameters"] or {})
     if "kv_lora_rank" in values:  # no head shares keys and values
@@ -124,8 +129,14 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         return times * HIDDEN
     if name.endswith("_heads") and value == values.get("num_attention_heads"):
         return HEADS
+    if name == "intermediate_size" and values.get("hidden_size") == 4 * value:
+        return HIDDEN // 4
+    if name == "window_size" and "downsample_rate" in values:
+        return None
     if name == "num_heads" and values.get("expand") == 2:  # of Mamba-2, which checks that they fit
         return 2 * HEADS
+    if name == "qk_rope_head_dim" and "mrope_section" in (values.get("rope_parameters") or ()):
+        return HEAD_DIM  # `_rope` shares its half out over the axes
     if name == "head_dim" and value == values.get("qk_rope_head_dim"):
         return HEAD_DIM // 2
     for pattern, size in _SIZES:
@@ -139,7 +150,7 @@ def _multiple(name: str, value: float, values: dict[str, Any]) -> int:
     """Return how many patches of a vision tower a size joins, or how wide its MLP is, in units of its hidden size."""
     vision = values.get("vision_config")
     hidden = vision.get("hidden_size") if isinstance(vision, dict) else values.get("base_channels")
-    if hidden is None and "patch_size" in values and name == "intermediate_size":
+    if hidden is None and {"patch_size", "num_mel_bins"} & values.keys() and name == "intermediate_size":
         hidden = values.get("hidden_size")
     fits = isinstance(hidden, int) and isinstance(value, int) and re.search("hidden_size|intermediate_size", name)
     return int(value // hidden) if fits and hidden and value % hidden == 0 and value <= 16 * hidden else 1

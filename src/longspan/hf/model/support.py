@@ -50,6 +50,7 @@ _CHOOSING_TYPES = {
     **{family: {"indexed_attention"} for family in INDEXED},
     "deepseek_v4": {"compressed_sparse_attention", "heavily_compressed_attention"},
     "minimax_m3_vl_text": {"minimax_m3_sparse"},
+    "qwen4_exp_text": {"indexed_attention"},
 }
 
 # Attention to another sequence, by the name of the module or of its class.
@@ -273,8 +274,8 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
-    encoders_of(model)
-    if layers and "position_ids" not in inspect.signature(model.forward).parameters:
+    by_rule = bool(encoders_of(model))  # checked with `position_ids`
+    if layers and not by_rule and "position_ids" not in inspect.signature(model.forward).parameters:
         raise LongspanError(
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )
@@ -337,7 +338,7 @@ def _check_indexers(model: PreTrainedModel, name: str, kernel: AnyKernel) -> Non
     shared = next((path for path, m in layers if getattr(m, "is_kv_shared_layer", False)), None)
     if shared is not None:
         raise LongspanError(f"layer {shared} of {name} reads latent vectors of a layer before it; {HELP}")
-    key = "index_topk" if hasattr(config, "index_topk") else "index_topk_blocks"
+    key = next(key for key in ("index_topk", "index_topk_blocks", "indexer_budget") if hasattr(config, key))
     top_k = getattr(config, key)
     if not isinstance(top_k, int) or top_k < 1:
         raise LongspanError(

@@ -25,7 +25,8 @@ PICTURE_KEYS = (
     "num_frames_per_video", "pixel_mask", "pixel_attention_mask", "tile_fine_mask", "spatial_shapes", "target_sizes",
     "target_sizes_videos", "image_merge_sizes", "video_merge_sizes", "image_token_pooling", "image_grids",
     "video_token_pooling", "video_grids", "num_local_patches", "input_features_mask", "feature_attention_mask",
-    "audio_feature_lengths", "video_second_per_grid", ENCODER_OUTPUTS,
+    "audio_feature_lengths", "input_values_mask", "chunk_sample_lengths", "padding_mask", "video_second_per_grid",
+    ENCODER_OUTPUTS,
 )  # fmt: skip
 """Batch keys that describe pictures. They are not sharded by tokens; the vision tower's stage consumes them."""
 

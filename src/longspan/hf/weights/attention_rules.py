@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm.tensor import Parts, Rule
+from longspan.compat.friends_api import float8_layers
 from longspan.compat.reading import EXPERTS, GRADIENT, attention_layers, tensor_plan_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
@@ -162,7 +163,8 @@ class AttentionRules:
 
     def _check_linear(self, path: str, base: nn.Module) -> None:
         if type(base) is not nn.Linear and base not in layers_in_4_bits(self.model).values():
-            self.refuse(f"layer {path} is not a linear layer ({type(base).__name__})")
+            scales = ", whose scale of a token spans all heads" if float8_layers(base) else ""
+            self.refuse(f"layer {path} is not a linear layer ({type(base).__name__}{scales})")
 
     def _shard(self, parts: Parts, dim: int, path: str) -> Rule:
         """Return the rule of a weight whose `dim` is computed in these parts."""

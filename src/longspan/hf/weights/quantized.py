@@ -2,8 +2,6 @@
 
 A weight is a parameter of bytes, [values / 2, 1], which FSDP shards. Its scales, an eighth of a bit a value and more,
 are attributes of the layer (`quant_state`), which every rank holds.
-
-And which linear layers that torchao has converted to float8 compute the same on several ranks as on one.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.weights import check_float8_scales, local_part
-from longspan.compat.friends_api import float8_layers
+from longspan.comm.weights import local_part
 from longspan.compat.torch_api import FSDP_KEEPS_INTEGERS
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
@@ -84,24 +81,6 @@ def check_quantized(
             f"{what} in bytes, which the FSDP of torch {torch.__version__} casts to {policy and policy.param_dtype}; "
             "use torch 2.13 or newer, or load it with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16)"
         )
-
-
-def check_float8(model: PreTrainedModel, sp: SequenceSharding, *, tiled: bool) -> None:
-    """Raise for linear layers in float8 that would round differently than on one device; `tiled`: whether MLPs are."""
-    layers = float8_layers(model)
-    head = next((path for path, layer in layers.items() if layer is model.get_output_embeddings()), None)
-    if head is not None:
-        raise LongspanError(
-            f"{head} is in float8, but the loss multiplies tiles of tokens by its weight as it is; leave it out: "
-            "convert_to_float8_training(model, module_filter_fn=lambda module, name: name != "
-            f"{head!r})"
-        )
-    if layers and sp.tensor_size > 1:
-        raise LongspanError(
-            f"layer {next(iter(layers))} is in float8, whose scales span the features that `tensor={sp.tensor_size}` "
-            f"shards; use `ulysses={sp.ulysses_size * sp.tensor_size}` instead"
-        )
-    check_float8_scales(model, sp, tiled=tiled)
 
 
 def prepare_layers(model: nn.Module, device: torch.device) -> None:

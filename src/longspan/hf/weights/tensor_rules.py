@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm.tensor import Parts, Rule
 from longspan.compat.reading import EXPERTS
+from longspan.compat.transformers_api import reads_weight
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
@@ -46,6 +47,7 @@ class TensorRules(AttentionRules):
                 self.linear(path, style)
         self.check_regions()
         self._vocabulary()
+        self._check_reads(inside)
         self._rest(inside)
         self.check_draws(self.model)
 
@@ -111,6 +113,16 @@ class TensorRules(AttentionRules):
             if next(module.children(), None) is not None:
                 self.refuse(f"{self.names[module]} has adapters")
             self.add_rule(module, self.names[module], weight=Rule(0), bias=Rule(0))
+
+    def _check_reads(self, moe: tuple[str, ...]) -> None:
+        """Raise for weights that their module's owner reads, and for a second embedding of all tokens."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        for path, module in self.modules.items():
+            for name, child in module.named_children():
+                if child not in (embedding, head) and not path.startswith(moe) and reads_weight(module, name):
+                    self.refuse(f"{type(module).__name__} {path} reads the weight of `{name}` without calling it")
+            if self.style == "megatron-sp" and isinstance(module, nn.Embedding) and module is not embedding:
+                self.refuse(f"{path} embeds all tokens, but each rank has only its own with tensor_style='megatron-sp'")
 
     def _rest(self, moe: tuple[str, ...]) -> None:
         """Add the weights that no style names: replicated, except some of attention."""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint, most_mlp_tiles
+from longspan.core.tile_sizes import DIVERGENCE_TENSORS, NARROW_PARTS, head_tile, layers_per_checkpoint, most_mlp_tiles
 from longspan.plan.cost.saved import mlp_tiles
 from longspan.plan.cost.slices import layers_by_slices
 from longspan.plan.cost.weights import (
@@ -28,6 +28,7 @@ from longspan.plan.cost.weights import (
     cut_dim,
     gathers,
     layer_weights_sent,
+    outer_groups,
     outer_weights_sent,
     sums_gradients,
     sums_gradients_once,
@@ -110,6 +111,8 @@ def _times(sents: Iterable[Sent], times: int) -> list[Sent]:
 def _step(c: CostContext, once: bool) -> Iterator[Sent]:
     micro, forwards = c.micro_batches, c.job.forwards
     sums = 1 if once else micro
+    if c.teacher is not None:
+        yield from _times(_of_teacher(c.teacher), micro)
     for layer, of_slices, layers in layers_by_slices(c):
         yield from _times(method_sent(layer, of_slices), layers * micro)
         others = (sent for sent in layer_tensor_sent(layer, c.of_layer(layer)) if not sent.method)
@@ -126,12 +129,29 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
         yield from _times([sent], sums if sums_gradients(sent) else micro)
 
 
+def _of_teacher(c: CostContext) -> Iterator[Sent]:
+    """Yield what a teacher's forward sends, and what gathers its head a second time, for the loss of all tokens."""
+    of_last_token = ("logits of the last token", "the head's input")
+    yield from (sent for sent in _step(c, once=True) if sent.what not in of_last_token)
+    if gathers(c):
+        *_, (head, _) = outer_groups(c.model)
+        yield from (sent for sent in outer_weights_sent(c) if sent.what == f"weights of {head}")
+
+
 @functools.lru_cache(maxsize=4096)
 def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
     c = c.of_layer(layer)
     tensor = (sent for sent in layer_tensor_sent(layer, c) if sent.method)
-    return (*layer.mixing.sent(c), *tensor, *experts_sent(layer, c))
+    return (*layer.mixing.sent(c), *tensor, *experts_sent(layer, c), *_scales_sent(layer, c))
+
+
+def _scales_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
+    """Return what finds the largest entries of a layer's inputs and gradients, by which float8 layers round."""
+    ranks, layers = c.mesh.fsdp_ranks, sum(p.shares_scales for p in layer.parameters)
+    forwards, backwards = c.job.layer_passes
+    size = 2 * c.b * (ranks - 1) // ranks
+    return [Sent("all_reduce", "fsdp", "scales of activations", size, layers * (forwards + backwards))] * bool(layers)
 
 
 def input_recompute_sent(c: CostContext) -> list[Sent]:
@@ -152,7 +172,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     )
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
-        sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
+        sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward), *_scales_sent(layer, forward)]
         sent += [each for part in layer.mixing.slices(c) for each in part.sent(forward) if each.calls]
         if gathers_weights:
             sent += [each for each in layer_weights_sent(layer, forward)]
@@ -283,15 +303,19 @@ def _training(c: CostContext) -> list[Sent]:
     needed = c.model.root[0].trained or any(p.trained for p in first if len(p.shape) == 1 and "norm" in p.name)
     calls = 1 + needed
     sent = [Sent(op, "tensor", "embeddings and the head's input", size, calls, method=False) for op, size in ops]
+    parts = [(1, "largest logits"), (2, "sums and labels of the softmax")]  # fp32, per token
+    if c.teacher is not None:
+        parts = [(1, "largest logits")] * 2 + [(1, "sums of the softmax and of the divergence")] * 4
     for rows, calls in _softmax_rows(c).items():
-        for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):  # fp32, per token
+        for numbers, what in parts:
             sent.append(Sent("all_reduce", "tensor", what, 2 * 4 * numbers * rows * (t - 1) // t, calls, method=False))
     return sent + _gradients(tuple(p for p in c.model.root if len(p.shape) == 1), c, experts=False)
 
 
 def _softmax_rows(c: CostContext) -> dict[int, int]:
     """Return {tokens per softmax: calls}: one per tile of logits, in half precision one per part of a tile."""
-    tokens, rows = c.sequence_tokens, head_tile(-(-c.model.vocab // c.mesh.tensor), on_cpu=False)
+    vocab = -(-c.model.vocab // c.mesh.tensor) * (1 if c.teacher is None else DIVERGENCE_TENSORS)
+    tokens, rows = c.sequence_tokens, head_tile(vocab, on_cpu=False)
     if c.job.dtype == "fp32" or not gathers(c):  # autocast computes logits in fp32
         return _parts(tokens, rows)
     rows = min(tokens, 2 * rows)

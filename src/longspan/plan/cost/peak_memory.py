@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from longspan.core.parallel import groups_of_widths
 from longspan.plan.cost.saved import checkpoint_bytes, mlp_tiles
-from longspan.plan.cost.training_peaks import training_peaks
+from longspan.plan.cost.training_peaks import accumulated_bytes, training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import ALL_TO_ALL_BYTES, COMMUNICATOR_BYTES, Hardware
 from longspan.plan.job import CostContext, Job
@@ -84,6 +84,9 @@ def _without_reserve(c: CostContext, once: bool, tiles: int) -> Mapping[str, int
     at_rest = {} if c.on_host else weights_at_rest(c)
     if c.job.mode == "train":
         peaks = training_peaks(c, once)
+        if c.teacher is not None:
+            accumulated = {"gradients": accumulated_bytes(c, once)}
+            peaks += [{**peak, **accumulated} for peak in _forward_peaks(c.teacher, tiles=1)]
     else:
         at_rest["kv_cache"] = cache_on_device(c)
         chunk = min((tokens for tokens, _ in c.job.prompt_chunks[:1]), default=c.job.context)

@@ -9,7 +9,7 @@ MLP adds its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
 from longspan.plan.cost.peak_memory import Offloaded, fetched_bytes
@@ -47,6 +47,9 @@ def model_flops(model: ModelShape, job: Job) -> float:
         products = 2.0 + layer.trained_share if backward else 1.0  # no gradients of frozen weights
         total += count * products * 2.0 * tokens * layer.matmul_params_active
         total += layer.mixing.flops(job, count * (times if backward else 1.0))
+    if model.teacher is not None and train:
+        total += 2.0 * (tokens - job.batch) * model.vocab * model.teacher.d_model  # a prefill has the last token's
+        total += model_flops(model.teacher, replace(job, mode="prefill", pictures=()))
     if job.mode != "decode":
         total += job.batch * times * sum(tower_flops(CostContext(model, job), largest=False))
     return total
@@ -222,6 +225,10 @@ def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
     if recomputed := c.job.recomputed_inputs(len(c.model.layers)):
         attention = layer_seconds(c.model.layers[0], c, hardware).attention_forward
         hidden += micro * min(_hideable(_ring(input_recompute_sent(c)), c, hardware), attention * recomputed)
+    if (teacher := c.teacher) is not None:
+        its_own, overlapped = step_times(teacher, hardware)
+        head = 2.0 * c.tokens * c.model.vocab / c.mesh.tensor * teacher.d / matmul_speed(hardware, c.job)
+        compute, hidden = compute + its_own + head, hidden + micro * overlapped
     return micro * compute, hidden - micro * first_gather
 
 

@@ -52,6 +52,9 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
     in_loss, in_head = ({**(at_loss + final_norm).items(), **each, "hidden": hidden} for each in w.loss_and_head())
     in_loss["logits"] = _logits_bytes(c)
+    if (teacher := c.teacher) is not None:  # its hidden states and its head
+        in_loss["hidden"] += teacher.tokens * teacher.d * c.b // c.hidden_shards
+        in_loss["gathered_weights"] += gathered_bytes(teacher, 0, heads=1)
     in_layers = itertools.chain.from_iterable(_in_layers(c, w))
     peaks = [in_loss, in_head, *in_layers, *w.outside_layers(), *w.tower_backward()]
     held = held_by_tower(c)  # the tower's backward is the last
@@ -86,6 +89,11 @@ def _tables(c: CostContext) -> SavedActivations:
     """Return the cosines and sines of the rank's positions, which all layers share."""
     dims = (c.model.positions.dims or 0) if c.model.positions.rotary else 0
     return SavedActivations(hidden=2 * dims * c.tokens * c.b)
+
+
+def accumulated_bytes(c: CostContext, once: bool) -> int:
+    """Return the bytes of the gradients of earlier micro-batches."""
+    return _Weights(c, once).earlier
 
 
 def _logits_bytes(c: CostContext) -> int:

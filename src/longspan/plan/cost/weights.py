@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from dataclasses import replace
 
 from longspan.core.tile_sizes import gradient_buckets, reduces_once
@@ -59,6 +60,14 @@ def can_cut(layer: LayerShape) -> bool:
 def trained(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the weights that have gradients."""
     return tuple(p for p in parameters if p.trained)
+
+
+@functools.lru_cache(maxsize=4096)
+def gather_bytes(parameters: tuple[Parameter, ...], ranks: int, width: int, tensor: int = 1) -> int:
+    """Return the bytes of one rank's shard as FSDP gathers it: in float8, or as `shard_bytes`."""
+    in_float8 = tuple(p for p in parameters if p.in_float8)
+    others = tuple(p for p in parameters if not p.in_float8)
+    return shard_elements(in_float8, ranks, tensor) + shard_bytes(others, ranks, width, tensor)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,6 +132,8 @@ def weights_at_rest(c: CostContext) -> dict[str, int]:
     train = c.job.mode == "train"
     # Training stores fp32, and two moments of AdamW.
     weights = _bytes_at_rest(c.model, c.weight_ranks, 4 if train else c.b, c.mesh.tensor)
+    if c.teacher is not None:
+        weights += weights_at_rest(c.teacher)["weights"]
     return {"weights": weights, "optimizer": trained_elements(c) * 8 * train}
 
 
@@ -137,7 +148,7 @@ def gathered_bytes(c: CostContext, layers: int, heads: int = 0) -> int:
     """
     if not gathers(c):
         return 0
-    largest = max(shard_bytes(computed(layer, c), 1, c.b) for layer, _ in c.model.layer_kinds)
+    largest = max(gather_bytes(computed(layer, c), 1, c.b) for layer, _ in c.model.layer_kinds)
     outside = (always_gathered(c.model) + heads * own_head(c.model)) * c.b
     return (outside + layers * largest) // c.mesh.tensor
 
@@ -189,7 +200,9 @@ def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], 
         return (("embeddings and head", (*model.root, *around_tower)),)
     embedding, *rest = model.root
     # What joins the streams of hyper-connections is gathered with the rest, not with the norm behind it.
-    positions = tuple(p for p in rest if (len(p.shape) > 1 or ".hc_head." in p.name) and p is not rest[-1])
+    positions = tuple(
+        p for p in rest if (len(p.shape) > 1 or re.search(r"\.hc_head\.|\.hyper_", p.name)) and p is not rest[-1]
+    )
     head = tuple(p for p in rest if p not in positions)
     groups = (
         ("the embedding", (embedding,)),
@@ -232,9 +245,15 @@ def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
         groups = [("fsdp", f, "a layer", others), ("replicas", f // c.experts, "a layer's experts", stacked)]
     sent = []
     for axis, ranks, what, parameters in groups:
-        received = shard_bytes(parameters, f, c.b, c.mesh.tensor) * (ranks - 1)
+        received = gather_bytes(parameters, f, c.b, c.mesh.tensor) * (ranks - 1)
         gather = Sent("all_gather", axis, f"weights of {what}", received, method=False)
-        sent += [gather, gather] if c.job.mode == "train" else [gather]
+        gathers = 2 if c.job.mode == "train" else 1
+        sent += [gather] * gathers
+        if in_float8 := sum(p.in_float8 for p in parameters):  # of the stored weights, in fp32
+            calls = gathers * in_float8
+            sent.append(
+                Sent("all_reduce", axis, "scales of weights", 2 * 4 * (ranks - 1) // ranks, calls, method=False)
+            )
         if c.job.mode == "train" and trained(parameters):
             received = shard_elements(trained(parameters), f, c.mesh.tensor) * (ranks - 1) * 4
             sent.append(Sent("reduce_scatter", axis, f"gradients of {what}", received, method=False))

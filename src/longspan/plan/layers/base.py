@@ -20,6 +20,8 @@ class Parameter:
     shape: tuple[int, ...]  # in elements
     trained: bool = True  # whether it gets a gradient in training
     packed: bool = False  # whether it is stored in 4 bits an element
+    shares_scales: bool = False  # whether its product rounds to float8 by the largest entry over all ranks
+    in_float8: bool = False  # whether FSDP gathers it in float8
 
     @property
     def numel(self) -> int:

@@ -28,6 +28,8 @@ class Indexed(TokenMixing):
         top_k: tokens that each query attends to, at most.
         index_heads: heads of the indexer; 0 for a layer that attends to what a layer before it has chosen.
         index_dim: elements of an index key.
+        beside: elements that are gathered with an index key: of positions (Qwen4-Exp), or weights in a pool (GLM-5.3).
+        block: tokens that a score is for.
     """
 
     width: int = 0
@@ -35,6 +37,8 @@ class Indexed(TokenMixing):
     top_k: int = 0
     index_heads: int = 0
     index_dim: int = 0
+    beside: int = 0
+    block: int = 1
 
     @property
     def name(self) -> str:
@@ -56,7 +60,7 @@ class Indexed(TokenMixing):
 
     @property
     def _of_scored(self) -> float:
-        return 2.0 * self.index_heads * (self.index_dim + 1)
+        return 2.0 * self.index_heads * (self.index_dim + 1) / self.block
 
     def flops(self, job: Job, times: float) -> float:
         """Return the FLOPs, with `times` of attention; an indexer has no backward, which is two thirds of a step."""
@@ -96,7 +100,7 @@ class Indexed(TokenMixing):
 
     def _gathered(self, op: str, axis: str, tokens: int, c: CostContext, calls: int = 1) -> list[Sent]:
         latents = Sent(op, axis, "latent vectors", tokens * self.width * c.b, calls)
-        return [latents, Sent(op, axis, "index keys", tokens * self.index_dim * c.b, calls)]
+        return [latents, Sent(op, axis, "index keys", tokens * (self.index_dim + self.beside) * c.b, calls)]
 
     def _prompt(self, c: CostContext) -> list[Sent]:
         """Return what the chunks of a prompt send: their tokens to all ranks, and those before them over the ring."""
@@ -167,7 +171,7 @@ class Indexed(TokenMixing):
 
 @dataclass(frozen=True)
 class ChosenBlocks(Indexed):
-    """Attention to chosen blocks of keys (MiniMax-M3); `width` are the keys and values of all KV heads, `top_k` tokens.
+    """Attention to chosen blocks of keys (MiniMax-M3, Qwen4-Exp); `width` are the keys and values of all KV heads.
 
     It is trained and scored, and does not generate.
     """

@@ -159,6 +159,10 @@ def _training(plan: Plan, shared: dict[str, Any]) -> dict[str, Any]:
     micro = plan.c.micro_batches
     keys |= {} if micro == 1 else {"gradient_accumulation_steps": micro}
     keys |= {} if job.documents else {"packing_strategy": "wrapped"}
+    if (teacher := plan.model.teacher) is not None:
+        for key in ("packing", "packing_strategy"):
+            keys.pop(key, None)
+        keys["teacher_model_name_or_path"] = weights_of(teacher.name) or str(_config_file(teacher.name))
     keys |= {} if job.dtype == "bf16" else {"bf16": False}
     keys |= {} if job.weight_sharding else {"shard_weights": False}
     if tuning.lora is not None:
@@ -195,7 +199,8 @@ def command(plan: Plan) -> str | None:
     """Return the command that runs a plan whose `settings` are in plan.yaml; DATA and FILE stand for a text."""
     if settings(plan) is None:
         return None
-    words = "train sft --config plan.yaml --dataset_name DATA"
+    method = "sft" if plan.model.teacher is None else "gkd"
+    words = f"train {method} --config plan.yaml --dataset_name DATA"
     if plan.job.mode != "train":
         words = "generate --config plan.yaml --file FILE"
     ranks = plan.mesh.ranks
