@@ -183,6 +183,11 @@ class ModelShape:
         return list(counts.items())
 
     @cached_property
+    def groups(self) -> list[tuple[tuple[Parameter, ...], int]]:
+        """Weights outside the layers and of each kind of layer, with their counts; without a vision tower's."""
+        return [(self.root, 1), *((layer.parameters, count) for layer, count in self.layer_kinds)]
+
+    @cached_property
     def q_heads(self) -> int:
         """Most query heads of a softmax layer; of any layer if none is softmax."""
         return max(mixing.q_heads for mixing in self._with_heads)

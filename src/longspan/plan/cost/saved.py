@@ -89,15 +89,11 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
 
     A layer of attention or an MLP alone has one norm and one input of products.
     """
-    before, behind = _around_both(layer, c)
-    return before * (layer.mixing.q_heads > 0), behind * (layer.mlp.width > 0)
-
-
-def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
     normed = norms * _norm_saved(c.d, c, any(p.trained for p in _norms(layer)))
+    has_mixing, has_mlp = layer.mixing.q_heads > 0, layer.mlp.width > 0
     if c.job.memory.tiled:  # inputs of products are recomputed from those of the norms
-        return normed, normed
+        return normed * has_mixing, normed * has_mlp
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up. An RMSNorm ends in a product,
     # which is recomputed like an activation.
     mlp_input = c.b * c.d
@@ -107,7 +103,8 @@ def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
         any(p.trained for p in layer.parameters if len(p.shape) > 1 and p.name.startswith("mlp.") == of_mlp)
         for of_mlp in (False, True)
     )
-    return normed + c.b * c.d * in_attention, normed + mlp_input * in_mlp
+    before, behind = normed + c.b * c.d * in_attention, normed + mlp_input * in_mlp
+    return before * has_mixing, behind * has_mlp
 
 
 def _norms(layer: LayerShape) -> list[Parameter]:
@@ -187,14 +184,17 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
 
 def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
     """Return what is saved at the loss, and in the backward of the last layer, the one before it, and the first."""
-    if c.job.memory.checkpointing == "none":
-        return _all_saved(c)
     n = len(c.model.layers)
     group = layers_per_checkpoint(n, c.job.memory.checkpointing == "grouped")
     inputs, most_inputs = layers_held(n, group)
-    checkpoints = [(checkpoint_per_token(layer, c) * c.tokens, count) for layer, count in c.model.layer_kinds]
-    largest = _largest(saved for saved, _ in checkpoints)
-    recomputed = _largest(recomputed_per_token(layer, c) * c.tokens for layer, _ in c.model.layer_kinds)
+    # Without checkpointing a layer saves all, and recomputes nothing.
+    checkpointed = c.job.memory.checkpointing != "none"
+    saved_of = checkpoint_per_token if checkpointed else saved_per_token
+    saved = [(saved_of(layer, c) * c.tokens, count) for layer, count in c.model.layer_kinds]
+    largest = _largest(each for each, _ in saved)
+    recomputed = SavedActivations()
+    if checkpointed:
+        recomputed = _largest(recomputed_per_token(layer, c) * c.tokens for layer, _ in c.model.layer_kinds)
     layer_input = SavedActivations(hidden=stream_bytes(c) // c.hidden_shards * c.tokens)
     # In the first group's backward its recomputed inputs are freed as gradients arrive.
     gradient = min(layer_gradient(layer, c) for layer, _ in c.model.layer_kinds)
@@ -211,23 +211,14 @@ def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
             last = before = replace(last, hidden=hidden)
         at_loss = SavedActivations(hidden=max(last.hidden, layer_input.hidden * min(n, OFFLOADED_INPUTS)))
         return at_loss, last + recomputed, before + recomputed, in_first
-    total = sum((saved * count for saved, count in checkpoints), SavedActivations())
+    total = sum((each * count for each, count in saved), SavedActivations())
     if group > 1:
         in_last_groups = total + layer_input * (most_inputs - n) + recomputed
         return total + layer_input * (inputs - n), in_last_groups, in_last_groups, in_first
-    smallest = min((saved for saved, _ in checkpoints), key=lambda saved: saved.total)
+    # Any kind of layer may be the last: subtract the smallest, so that no peak is underestimated.
+    smallest = min((each for each, _ in saved), key=lambda each: each.total)
     before = total - smallest if n > 1 else total
     return total, total + recomputed, before + recomputed, in_first
-
-
-def _all_saved(c: CostContext) -> tuple[SavedActivations, ...]:
-    """Return `saved_in_a_step` without checkpointing."""
-    layers = {layer: saved_per_token(layer, c) * c.tokens for layer, _ in c.model.layer_kinds}
-    total = sum((layers[layer] * count for layer, count in c.model.layer_kinds), SavedActivations())
-    # Any kind of layer may be the last: subtract the smallest, so that no peak is underestimated.
-    smallest = min(layers.values(), key=lambda saved: saved.total)
-    before = total - smallest if len(c.model.layers) > 1 else total
-    return total, total, before, _largest(layers.values())
 
 
 def _largest(saved: Iterable[SavedActivations]) -> SavedActivations:

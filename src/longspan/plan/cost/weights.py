@@ -98,30 +98,14 @@ def shard_elements(parameters: tuple[Parameter, ...], ranks: int, tensor: int = 
 
 def trained_elements(c: CostContext) -> int:
     """Return the elements of all weights on a rank that have gradients: without pictures not those of a tower."""
-    return _trained_elements(c.model, c.weight_ranks, c.mesh.tensor) + (tower_elements(c) if c.job.pictures else 0)
+    ranks, t = c.weight_ranks, c.mesh.tensor
+    language = sum(n * shard_elements(trained(parameters), ranks, t) for parameters, n in c.model.groups)
+    return language + (tower_elements(c) if c.job.pictures else 0)
 
 
 def tower_elements(c: CostContext) -> int:
     """Return the elements of a vision tower's weights on a rank; 0 for a language model."""
-    return _tower_elements(c.model, c.weight_ranks)
-
-
-@functools.lru_cache(maxsize=1024)
-def _trained_elements(model: ModelShape, ranks: int, tensor: int) -> int:
-    groups = ((model.root, 1), *((layer.parameters, count) for layer, count in model.layer_kinds))
-    return sum(count * shard_elements(trained(parameters), ranks, tensor) for parameters, count in groups)
-
-
-@functools.lru_cache(maxsize=1024)
-def _bytes_at_rest(model: ModelShape, ranks: int, width: int, tensor: int) -> int:
-    groups = ((model.root, 1), *((layer.parameters, count) for layer, count in model.layer_kinds))
-    each = ((shard_bytes(p, ranks, width, tensor) + _scale_bytes(p)) * count for p, count in groups)
-    return sum(each) + width * _tower_elements(model, ranks)
-
-
-@functools.lru_cache(maxsize=1024)
-def _tower_elements(model: ModelShape, ranks: int) -> int:
-    tower = model.tower
+    tower, ranks = c.model.tower, c.weight_ranks
     if tower is None:
         return 0
     return tower.depth * shard_elements(tower.block, ranks) + shard_elements(tower.outside, ranks)
@@ -129,9 +113,10 @@ def _tower_elements(model: ModelShape, ranks: int) -> int:
 
 def weights_at_rest(c: CostContext) -> dict[str, int]:
     """Return the bytes of a rank's weights and optimizer state."""
-    train = c.job.mode == "train"
-    # Training stores fp32, and two moments of AdamW.
-    weights = _bytes_at_rest(c.model, c.weight_ranks, 4 if train else c.b, c.mesh.tensor)
+    train, ranks, t = c.job.mode == "train", c.weight_ranks, c.mesh.tensor
+    width = 4 if train else c.b  # training stores fp32, and two moments of AdamW
+    weights = sum((shard_bytes(p, ranks, width, t) + _scale_bytes(p)) * n for p, n in c.model.groups)
+    weights += width * tower_elements(c)
     if c.teacher is not None:
         weights += weights_at_rest(c.teacher)["weights"]
     return {"weights": weights, "optimizer": trained_elements(c) * 8 * train}
