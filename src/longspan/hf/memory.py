@@ -300,6 +300,8 @@ class MemoryManager(Stage):
             return
         self.most_tokens = local_tokens
         counts = self.planned.slices(local_tokens, self.options)
+        if len(counts) != len(self.layers):  # ALBERT's layers share one module
+            return
         for layer, count in zip(self.layers, counts, strict=True):
             cuts = self.modules.head_cuts(count, self.sp)
             for path in (path for path in self.sliced if path.startswith(f"{self.modules.names[layer]}.")):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,9 +95,12 @@ class Checked:
         )
         heads_of_ranks(inner, sp)
         self.planned: PlannedModel | None = None
-        if options.memory == "auto" or memory.head_slices == 0:
-            kind = AutoMemory if options.memory == "auto" else PlannedModel
-            self.planned = kind(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
+        use = options.fsdp, options.mp_policy, options.tensor_style, options.experts
+        if options.memory == "auto":
+            self.planned = AutoMemory(inner, sp, *use)
+        elif memory.head_slices == 0:
+            with contextlib.suppress(LongspanError):  # of a model that the planner cannot read, all layers run alike
+                self.planned = PlannedModel(inner, sp, *use)
         check_cpu_offload(sp.device, memory.cpu_offload)
         self.store = store_for(memory, sp.device)  # of offloaded activations
 
