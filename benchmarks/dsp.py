@@ -26,9 +26,8 @@ from longspan.attn.methods.dsp import DynamicSharding
 from longspan.comm.collectives import all_gather
 from longspan.comm.reshard import gather_along, shard_sizes
 from longspan.diffusion import attention
-from longspan.diffusion.latte import FRAMES, PATCHES, along
 from longspan.diffusion.structure import Attention
-from longspan.diffusion.tokens import Tokens
+from longspan.diffusion.tokens import Sizes, Tokens
 from tests.counting import count_sent
 
 GOAL = 0.6
@@ -36,6 +35,8 @@ METHODS = ("DSP", "Ulysses")
 COMPUTATION = "no messages"
 HEADS, DIM, PAIRS, TEXT = 8, 16, 4, 32
 RATES = (None, "200mbit", "50mbit", "20mbit")
+FRAMES, PATCHES = 1, 2
+"""Dimensions of `x_BTSC`."""
 Shape = tuple[int, int]  # frames, patches
 SHAPES: tuple[Shape, ...] = ((16, 256), (18, 225))  # the second does not divide
 
@@ -98,7 +99,7 @@ class Step:
         if method == "Ulysses":
             self.shards = DynamicSharding(sp, sizes, (FRAMES,) * len(self.blocks))
             tokens = Tokens(sp)
-            tokens.lengths = (frames,)  # one stream of tokens
+            tokens.sizes = Sizes((frames,))  # one stream of tokens
             for i, block in enumerate(self.model.temporal_transformer_blocks):
                 attention.bind(block.attn1, f"block {i}", [Attention((0,), (0,))], tokens)
         self.x_BTSC, grad = torch.randn(1, frames, patches, channels), torch.randn(1, frames, patches, channels)
@@ -110,7 +111,11 @@ class Step:
         text = self.text.repeat_interleave(x_BTSC.shape[FRAMES], 0)
         for i, (block, dim) in enumerate(zip(self.blocks, self.attends, strict=True)):
             x_BTSC = self._held(x_BTSC, i)
-            x_BTSC = along(dim, self.model, block, x_BTSC, text if dim == PATCHES else None, None, self.time)
+            x = x_BTSC if dim == PATCHES else x_BTSC.transpose(FRAMES, PATCHES)
+            time = self.time.repeat_interleave(x.shape[1], 0)
+            out = block(x.flatten(0, 1), None, text if dim == PATCHES else None, None, time, None, None)
+            out = out.unflatten(0, x.shape[:2])
+            x_BTSC = out if dim == PATCHES else out.transpose(FRAMES, PATCHES)
         weights = [p for block in self.blocks for p in block.parameters()]
         return [x_BTSC.detach(), *torch.autograd.grad(x_BTSC, [mine, *weights], self.grad)]
 

@@ -94,7 +94,7 @@ def main(family: tuple[str, ...] = (), again: bool = False) -> None:
         for each in names:
             if each not in rows:
                 outcome = refusal(each, pools)
-                store(each, "accepted", ["equal", ""] if outcome is None else [outcome.kind, outcome.text])
+                store(each, "accepted", [outcome.kind, outcome.text])
         for column, case in CASES.items():
             todo = [each for each in names if rows[each]["accepted"][0] == "equal" and column not in rows[each]
                     and (not each.startswith("masked") or case.get("job") != "generate")]  # fmt: skip
@@ -141,8 +141,8 @@ Look up whether a family of transformers trains and generates sharded.
 
 Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
-Each causal, masked and image-text-to-text model of transformers ({len(rows)} together) was made small, with random
-weights, and compared with one process: loss, logits and every gradient. {len(run)} are
+Each causal, masked, image-text-to-text and audio-text-to-text model of transformers ({len(rows)} together) was made
+small, with random weights, and compared with one process: loss, logits and every gradient. {len(run)} are
 accepted, {len(refused)} are refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the
 {len(kinds)} cases are equal up to fp32 rounding.
 
@@ -169,16 +169,16 @@ and Llama-4. Other families that stack their experts run the same code.
 
 {_table(run, "masked")}
 
-## Vision-language
+## Pictures and sounds
 
-Images, videos and audio in some rows. There is no tensor axis.
+Some rows of a batch have each of the inputs that are named. Norms over a batch are in evaluation mode. There is no
+tensor axis.
 
 {_table(run, "types")}
 
 ## Diffusion
 
-Names are those of classes of diffusers. Latte has no ring; another class is accepted if the check of `parallelize`
-passes.
+Names are those of classes of diffusers. Another class is accepted if the check of `parallelize` passes.
 
 {_rows("model", "training")}
 {chr(10).join(f"|{x}|equal|" for x in CLASSES if _on_all(on_meshes, "diffusion", x))}
@@ -215,8 +215,12 @@ def _table(run: dict[str, dict[str, list[str]]], kind: str) -> str:
     """Return a table of the accepted models of a kind, with a column for each case; without spaces, as it is long."""
     models = {name.partition("/")[2]: row for name, row in run.items() if name.startswith(f"{kind}/")}
     columns = [name for name in CASES if any(name in row for row in models.values())]
-    lines = [f"|{model}|{'|'.join(_cell(*row[name]) for name in columns)}|" for model, row in sorted(models.items())]
-    return "\n".join([_rows("model", *columns), *lines])
+    inputs = ["inputs"] if kind == "types" else []
+    lines = list[str]()
+    for model, row in sorted(models.items()):
+        read = [row["accepted"][1] or "text" for _ in inputs]
+        lines.append(f"|{'|'.join([model, *read, *(_cell(*row[name]) for name in columns)])}|")
+    return "\n".join([_rows("model", *inputs, *columns), *lines])
 
 
 def _rows(*columns: str) -> str:

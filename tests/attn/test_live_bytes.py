@@ -31,7 +31,7 @@ from longspan.plan.cost.training_peaks import training_peaks
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
-from tests.choose import each_value
+from tests.choose import confirming, each_value
 from tests.fakes import fake_world
 from tests.live import CONFIG, MODEL, NOTHING, LiveBytes
 from tests.streams import fake_gpus, fake_streams
@@ -286,6 +286,46 @@ def test_planned_bytes_of_slices_of_heads(slices: int, mesh: dict[str, int]) -> 
     assert _planned_step(c) == pytest.approx(used, rel=0.05)
 
 
+_SIZES = {**CONFIG, "num_hidden_layers": 2, "index_head_dim": 32}
+_MANY = {"n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+INDEXED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {
+        **_SIZES, "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 48, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "index_topk": 128, "index_n_heads": 2,
+        "mlp_layer_types": ["dense"] * 2,
+    },
+    "minimax_m3_vl_text": {
+        **_SIZES, **_MANY, "rotary_dim": 16, "dense_intermediate_size": 704, "mlp_layer_types": ["dense"] * 2,
+        "layer_types": ["minimax_m3_sparse"] * 2, "index_n_heads": 2, "index_block_size": 32, "index_topk_blocks": 4,
+    },
+    "deepseek_v4": {
+        **_SIZES, **_MANY, "num_key_value_heads": 1, "q_lora_rank": 96, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 32,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"], "sliding_window": 64,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 64}, "head_dim": 64,
+        "mlp_layer_types": ["hash_moe", "moe"], "index_n_heads": 4, "index_topk": 64, "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "per_rank"),
+    [
+        ("deepseek_v32", "full", 1024),
+        *confirming(
+            (kind, option, n)
+            for kind, option, n in itertools.product(INDEXED, ("fastest", "full", "longest"), (1024, 4096))
+            if (kind, option, n) != ("deepseek_v32", "full", 1024)
+        ),
+    ],
+)
+def test_planned_bytes_of_indexed_attention(kind: str, option: str, per_rank: int) -> None:
+    """Rarely less: of a tile of scores and one of what is read, the larger is planned wherever attention is."""
+    model = shape_from_config({"model_type": kind, **INDEXED[kind]}, "test")
+    job = Job(context=2 * per_rank, dtype="bf16", memory=OPTIONS[option])
+    used = bytes_of_a_step({"ring": 2}, OPTIONS[option], per_rank, kind).peak
+    assert 0.9 * used <= _planned_step(CostContext(model, job.on(ring=2))) <= 1.25 * used
+
+
 OFFLOADED = {
     "full": Memory(checkpointing="full", offload="host"),
     "selective": Memory(checkpointing="selective", offload="host"),
@@ -350,12 +390,12 @@ class StepBytes(NamedTuple):
     moved: float
 
 
-def bytes_of_a_step(mesh: dict[str, int], memory: Memory, per_rank: int) -> StepBytes:
+def bytes_of_a_step(mesh: dict[str, int], memory: Memory, per_rank: int, kind: str = "llama") -> StepBytes:
     size = math.prod(mesh.values())
     with fake_world(0, size), on_gpu(), mock.patch.object(GradientAverage, "_finish", lambda sums: sums.fresh.clear()):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
         sp.device = torch.device("cuda", 0)
-        return _bytes_of_a_step(_llama(sp, torch.bfloat16, memory=memory, fsdp=False), per_rank * size)
+        return _bytes_of_a_step(_model(kind, sp, torch.bfloat16, memory=memory, fsdp=False), per_rank * size)
 
 
 def bytes_of_a_step_with_fsdp(mesh: dict[str, int], memory: Memory, per_rank: int) -> StepBytes:
@@ -364,17 +404,18 @@ def bytes_of_a_step_with_fsdp(mesh: dict[str, int], memory: Memory, per_rank: in
     with fake_world(0, size), on_gpu(), fake_gpus(size):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cuda")) if mesh else one_gpu()
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = _llama(sp, torch.float32, memory=memory, mp_policy=policy)
+        model = _model("llama", sp, torch.float32, memory=memory, mp_policy=policy)
         assert all(p._local_tensor.device.type == "cpu" for p in model.parameters()) == memory.cpu_offload
         return _bytes_of_a_step(model, per_rank * size)
 
 
-def _llama(sp: longspan.SequenceSharding, dtype: torch.dtype, **options: Any) -> Any:
+def _model(kind: str, sp: longspan.SequenceSharding, dtype: torch.dtype, **options: Any) -> Any:
     with torch.device("cuda"):
-        llama = transformers.LlamaConfig(**CONFIG)  # type: ignore[arg-type]
-        model = transformers.AutoModelForCausalLM.from_config(llama, dtype=dtype)
+        config = transformers.CONFIG_MAPPING[kind](**INDEXED.get(kind, CONFIG))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     unchecked: dict[str, Any] = {"weights": "same", "check_batches": 0, "check_weights": 0}
-    return longspan.parallelize(model, sp, kernel="flash", **unchecked, **options).train()
+    kernel = "auto" if kind in INDEXED else "flash"
+    return longspan.parallelize(model, sp, kernel=kernel, **unchecked, **options).train()
 
 
 def _bytes_of_a_step(model: Any, tokens: int) -> StepBytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.score import Scores
-from longspan.cache import layer_cache
+from longspan.cache import layer_cache, quantize
 from longspan.cache.attend import merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.quantize import QUANTIZED_FORMATS
@@ -170,6 +170,30 @@ def test_quantized_vectors_are_off_by_half_a_step() -> None:
         for bad in (torch.nan, torch.inf):
             broken = form.decode(*form.encode(x.index_fill(1, torch.tensor([1]), bad)), torch.bfloat16)
             assert broken.isnan().all()
+
+
+@pytest.mark.confirms
+def test_a_long_fp8_cache_is_decoded_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU by torch's compiler for C++; other lengths run the same program. Without a compiler it warns once."""
+    from torch._inductor import metrics
+
+    form = QUANTIZED_FORMATS["fp8"]
+    stored, scales = form.encode(torch.randn(2, 3, 70, 16))
+    expected = form.decode(stored, scales, torch.bfloat16)
+    monkeypatch.setattr(quantize, "_COMPILED_FROM", 1)
+    monkeypatch.setattr(quantize, "compiles_fp8", lambda _: True)
+    quantize.one_kernel.cache_clear()
+    metrics.reset()
+    for start, stop in ((0, 69), (3, 70), (3, 68)):  # as a cache of more capacity has them
+        parts = stored[:, :, start:stop], scales[:, :, start:stop]
+        assert torch.equal(form.decode(*parts, torch.bfloat16), expected[:, :, start:stop])
+    assert metrics.generated_kernel_count == 1
+    quantize.one_kernel.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="without the compiler"):
+        assert torch.equal(form.decode(stored, scales, torch.bfloat16), expected)
+    assert torch.equal(form.decode(stored, scales, torch.bfloat16), expected)
+    quantize.one_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("v_dim", [8, 6])

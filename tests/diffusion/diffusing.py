@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 import longspan
 from longspan.diffusion import small
 from longspan.diffusion.check import run as run_small
-from longspan.diffusion.check import small_copy
 from longspan.diffusion.small import Draw, Inputs
 
 LATTE = {
@@ -90,7 +89,7 @@ def small_case(name: str, grid: tuple[int, int, int] = (3, 5, 5), text: int = 7)
     kind = _kind(name)
     parameters = list(inspect.signature(kind.__init__).parameters.items())[1:]
     defaults = {key: p.default for key, p in parameters} | DEFAULTS.get(name, {})
-    model: Any = small_copy(kind, small.shrink(defaults, 4) | small.CONFIGS.get(name, {}), torch.device("cpu"))
+    model: Any = small.small_copy(kind, small.small_config(name, defaults), torch.device("cpu"))
     frames = grid[0] if "3D" in name else 1
     problem: Exception | None = None
     for dtype in (torch.float64, torch.float32):

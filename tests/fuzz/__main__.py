@@ -71,7 +71,7 @@ def campaign(pools: Callable[[int], RankPool], seed: int, minutes: float, names:
     """Draw and judge cases until the time is up; return 1 if any case failed."""
     print(f"seed {seed}, {len(names)} families, {minutes:g} minutes", flush=True)
     end, counts, reasons = time.monotonic() + 60 * minutes, Counter[str](), Counter[str]()
-    accepted = functools.cache(lambda family: refusal(family, pools) is None)
+    accepted = functools.cache(lambda family: refusal(family, pools).kind == "equal")
     block = 0
     while time.monotonic() < end:
         rng = random.Random(f"{seed} {block}")

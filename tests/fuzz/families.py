@@ -99,7 +99,7 @@ def _auto(kind: str) -> Any:
     import transformers
 
     return {"causal": transformers.AutoModelForCausalLM, "masked": transformers.AutoModelForMaskedLM,
-            "types": transformers.AutoModelForImageTextToText}[kind]  # fmt: skip
+            "types": transformers.AutoModelForMultimodalLM}[kind]  # fmt: skip
 
 
 def build(family: str, changes: dict[str, Any], seed: int) -> Any:

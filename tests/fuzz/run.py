@@ -24,6 +24,7 @@ import longspan
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.hf.model.support import check_model, is_masked_lm
+from longspan.hf.model.vision import encoders_of
 from longspan.verify.runs import fp64_casts
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
@@ -78,16 +79,18 @@ def _of_all_ranks(found: list[Outcome]) -> Outcome:
     return next((o for o in found if o.kind == "failed"), found[0])
 
 
-def refusal(family: str, pools: Pools) -> Outcome | None:
-    """Return why a family's small default is refused with any options, or cannot be made; None if it runs."""
+def refusal(family: str, pools: Pools) -> Outcome:
+    """Return why a family's small default is refused with any options, or cannot be made; if it is equal, what it reads
+    besides text.
+    """
     try:
-        found: Outcome | None = pools(1).run(_refusal, family, timeout=LIMIT_S)[0]
+        found: Outcome = pools(1).run(_refusal, family, timeout=LIMIT_S)[0]
     except (RankError, RankHang) as error:
         return Outcome("plain", _last(error))
     return found
 
 
-def _refusal(family: str) -> Outcome | None:
+def _refusal(family: str) -> Outcome:
     _quiet()
     try:
         try:
@@ -99,7 +102,7 @@ def _refusal(family: str) -> Outcome | None:
         check_model(model, torch.device("cpu"), 1, "auto")
     except LongspanError as error:
         return Outcome("refused", str(error))
-    return None
+    return Outcome("equal", ", ".join(encoder.modality for encoder in encoders_of(model)))
 
 
 def _last(error: RankError | RankHang, lines: int = 3) -> str:

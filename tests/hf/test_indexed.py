@@ -17,6 +17,8 @@ from longspan import Memory
 from longspan.core.memory import LONGEST
 from longspan.hf.forward import indexed
 from tests.choose import confirming
+from tests.fuzz.cases import Case
+from tests.fuzz.run import judge
 from tests.generate.generating import PROMPT, check_generated, generated, made, parallelized, plain, prompt
 from tests.models import (
     COMPRESSED,
@@ -112,6 +114,21 @@ def test_one_process(
     whole = inputs(family)
     truth = truth_of(_adapted(family, lora), whole)
     get_pool(ranks).run(_run, family, cases, whole, truth, lora, timeout=240)
+
+
+WITH_PICTURES = ("hy_v4_vl", "dots3_note", "minimax_m3_vl", "qwen4_exp", "glm5_next")
+EACH_MESH = [
+    ({"ring": 2}, "contiguous"), ({"ring": 2}, "zigzag"), ({"ulysses": 2, "ring": 2}, "zigzag"),
+    ({"ring": 4}, "contiguous"), ({"ulysses": 2, "ring": 4}, "zigzag"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "mesh", "layout"), confirming((f, *m) for f in WITH_PICTURES for m in EACH_MESH))
+def test_one_process_with_pictures(
+    get_pool: Callable[[int], RankPool], family: str, mesh: dict[str, int], layout: str
+) -> None:
+    [outcome] = judge([Case(f"types/{family}", mesh=mesh, sharding={"layout": layout})], get_pool)
+    assert outcome.kind == "equal", outcome.text
 
 
 def test_many_scores_of_the_small_indexers_are_equal() -> None:

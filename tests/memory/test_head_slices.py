@@ -69,6 +69,25 @@ def test_gradients_equal_those_of_one_slice(family: str, monkeypatch: pytest.Mon
             torch.testing.assert_close(found[name], gradient, rtol=limit, atol=limit * float(gradient.abs().max()))
 
 
+def test_layers_run_in_the_fewest_slices_that_keep_the_peak() -> None:
+    """That of the longest batch so far. Gradients equal those of plain transformers, also when the slices change."""
+    plain = build("Llama", **EIGHT, num_hidden_layers=8, max_position_embeddings=2048).double().train()
+    model = longspan.parallelize(copy.deepcopy(plain), ONE_DEVICE, memory=LONGEST)
+    found = []
+    for length in (96, 1536, 96):
+        ids = torch.arange(length)[None] % plain.config.vocab_size
+        for each in (plain, model):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+        sliced = model.longspan_state.memory.sliced
+        cuts = [sliced[f"model.layers.{layer}.self_attn"].cut for layer in range(8)]
+        found.append([1 if cut is None else cut.count for cut in cuts])
+        for name, gradient in gradients(plain).items():
+            limit = 1e-6 * float(gradient.abs().max())
+            torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-6, atol=limit)
+    assert found[0] != found[1] == found[2] and found[1] == [2, 2, 2, 4, 4, 4, 8, 8], found
+
+
 def test_gradients_of_projections_wait_for_several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they are larger than the gradient of the input: four slices of q, k and v are twice as large."""
     flushed, add_waiting = list[int](), head_slices._Input.add_waiting

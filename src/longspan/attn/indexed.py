@@ -175,6 +175,7 @@ class _AttendToChosen(torch.autograd.Function):
             if dsinks is not None:
                 assert block.of_sinks is not None
                 dsinks -= (block.of_sinks * delta).sum((0, 3))
+            del block, more  # before the next ones are made
         dsinks = None if dsinks is None else dsinks.flatten().to(sinks.dtype)
         return dq, dkv.to(kv.dtype), dsinks, None, None, None
 
@@ -202,29 +203,34 @@ class _Block:
 def _blocks(
     q: Tensor, kv: Tensor, sinks: Tensor | None, chosen: Lists, packing: Packing, scale: float
 ) -> Iterator[_Block]:
-    """Yield blocks of queries, with what they read, and the weights of it."""
-    (B, L), (_, N, K, W), T = q.shape[:2], kv.shape, chosen.width
-    G, device = q.shape[2] // K, q.device
-    q_rows = q.flatten(0, 1).unflatten(1, (K, G))
-    head = torch.arange(K, device=device)[:, None]
-    each = rows_of_tile(INDEXED_TILE, K * T * (W + 2 * G), device.type == "cpu")
-    for start in range(0, B * L, each):
-        rows = slice(start, min(B * L, start + each))
-        list_RKT = chosen.of(rows).long()
-        batch_row = torch.arange(rows.start, rows.stop, device=device)[:, None, None] // L
-        token = list_RKT.clamp(min=0)
-        places = (batch_row * N + token) * K + head
-        # As in the kernel "tiled": bf16 products are not faster on a CPU.
-        dtype = torch.promote_types(q.dtype, torch.float32) if device.type == "cpu" else q.dtype
-        read, queries = kv[batch_row, token, head].to(dtype), q_rows[rows].to(dtype)
-        x = torch.matmul(queries, read[..., packing.key].transpose(2, 3))
-        x = x.to(torch.promote_types(x.dtype, torch.float32)).mul_(scale)
-        x = x.masked_fill_((list_RKT < 0)[:, :, None], -math.inf)
-        lse = torch.logsumexp(x, -1, keepdim=True)
-        of_sinks = None
-        if sinks is not None:
-            sink = sinks.to(x.dtype).view(K, G, 1)
-            lse = torch.logaddexp(lse, sink)
-            of_sinks = (sink - lse).exp_()
-        weights = x.sub_(lse.masked_fill(lse.isneginf(), 0.0)).exp_().to(dtype)
-        yield _Block(rows, places, read, queries, weights, lse, of_sinks, packing)
+    """Yield blocks of queries, with what they read, and the weights of it; keep no reference to one."""
+    each = rows_of_tile(
+        INDEXED_TILE, chosen.width * (kv.shape[2] * kv.shape[3] + 2 * q.shape[2]), q.device.type == "cpu"
+    )
+    queries = q.shape[0] * q.shape[1]
+    for start in range(0, queries, each):
+        yield _block(slice(start, min(queries, start + each)), q, kv, sinks, chosen, packing, scale)
+
+
+def _block(
+    rows: slice, q: Tensor, kv: Tensor, sinks: Tensor | None, chosen: Lists, packing: Packing, scale: float
+) -> _Block:
+    (L, H), (_, N, K, _), device = q.shape[1:3], kv.shape, q.device
+    list_RKT = chosen.of(rows).long()
+    batch_row = torch.arange(rows.start, rows.stop, device=device)[:, None, None] // L
+    token, head = list_RKT.clamp(min=0), torch.arange(K, device=device)[:, None]
+    places = (batch_row * N + token) * K + head
+    # As in the kernel "tiled": bf16 products are not faster on a CPU.
+    dtype = torch.promote_types(q.dtype, torch.float32) if device.type == "cpu" else q.dtype
+    read, queries = kv[batch_row, token, head].to(dtype), q.flatten(0, 1).unflatten(1, (K, H // K))[rows].to(dtype)
+    x = torch.matmul(queries, read[..., packing.key].transpose(2, 3))
+    x = x.to(torch.promote_types(x.dtype, torch.float32)).mul_(scale)
+    x = x.masked_fill_((list_RKT < 0)[:, :, None], -math.inf)
+    lse = torch.logsumexp(x, -1, keepdim=True)
+    of_sinks = None
+    if sinks is not None:
+        sink = sinks.to(x.dtype).view(K, H // K, 1)
+        lse = torch.logaddexp(lse, sink)
+        of_sinks = (sink - lse).exp_()
+    weights = x.sub_(lse.masked_fill(lse.isneginf(), 0.0)).exp_().to(dtype)
+    return _Block(rows, places, read, queries, weights, lse, of_sinks, packing)

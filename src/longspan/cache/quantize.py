@@ -5,16 +5,26 @@ so an outlier costs only its own vector's precision. An element is off by at mos
 largest magnitude / 254; with fp8 (e4m3) 1/16 of the element, or the largest magnitude / 458,752 if that is more. A
 vector takes D + 4 bytes. A vector with a nonfinite element becomes NaN.
 
-A decode step spends more time on launches than on work, so both are few: six to encode, one or two to decode.
+A decode step spends more time on launches than on work, so both are few: six to encode, one or two to decode. A call of
+compiled code costs the host as much as five launches, so only where that is little, for a long fp8 cache, one compiled
+kernel decodes, and reads and writes 3 bytes per element instead of 7.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from longspan.compat.torch_api import compiles_fp8
+
+_COMPILED_FROM = 1 << 22
+"""Elements of fp8 that a compiled kernel decodes: 10 us less of an H100's memory, against 30 us of a host that is far
+ahead of the device with so many."""
 _SMALLEST = 2.0**-100  # smallest magnitude that a vector is scaled by: not 0, and its scale is a normal number
 
 
@@ -38,10 +48,37 @@ class QuantizedFormat:
     def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo `encode`: return vectors `[..., D]` in `dtype`."""
         codes = codes.view(self.dtype)
+        if self.dtype.is_floating_point and codes.numel() >= _COMPILED_FROM and compiles_fp8(codes.device):
+            return one_kernel()(codes, scale, dtype)
         if self.dtype.is_floating_point:  # exact in every dtype, and 8 bits are not multiplied by fp32
             codes = codes.to(dtype if dtype.itemsize < 4 else torch.float32)
         # The product is computed in fp32 and rounded once, on a GPU without a tensor of it.
         return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
+
+
+def product(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of 8-bit floats and scales, computed in fp32 and rounded once."""
+    return (codes.float() * scale).to(dtype)
+
+
+@functools.cache
+def one_kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+    """Return `product`, compiled; if the compiler fails, warn once and run it as it is."""
+    compiled = torch.compile(product, fullgraph=True, dynamic=True)
+    broken = list[Exception]()
+
+    def run(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if not broken:
+            try:
+                return compiled(codes, scale, dtype)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a compiler raises any kind
+                broken.append(error)
+                warnings.warn(f"an fp8 cache is decoded without the compiler, which failed: {error}", stacklevel=2)
+        return product(codes, scale, dtype)
+
+    return run
 
 
 QUANTIZED_FORMATS = {"int8": QuantizedFormat(torch.int8, 127.0), "fp8": QuantizedFormat(torch.float8_e4m3fn, 448.0)}

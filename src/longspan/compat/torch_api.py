@@ -36,6 +36,13 @@ WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What `torch.compile` and torch's checkpoint wrapper insert into names of parameters."""
 
 
+def compiles_fp8(device: torch.device) -> bool:
+    """Return whether Triton can compile kernels that read 8-bit floats on a device."""
+    from torch.utils._triton import has_triton
+
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def not_compiled(function: Function) -> Function:
     """`torch.compiler.disable` with types: a compiler runs `function` as it is."""
     disabled: Function = torch.compiler.disable(function)

@@ -41,7 +41,8 @@ class Memory:
         head_slices: slices of heads in which an attention layer runs one after another in training, forward and
             backward, so that q, k, v, the attention's output and the buffers of the all-to-all exist for one slice at
             a time. The backward recomputes each slice, but runs no kernel again that returned its log-sum-exp. At most
-            one slice per query head of a rank. 0: up to 8 slices, and one for a model that cannot be sliced.
+            one slice per query head of a rank. 0: up to 8 slices, and one for a model that cannot be sliced; with
+            checkpointing "full" and no offload, in each layer the fewest that keep the peak, by the planner.
         cpu_offload: keep weights, gradients and optimizer states in host memory (FSDP2's CPUOffloadPolicy).
     """
 

@@ -21,13 +21,13 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
 from longspan.diffusion.attention import bind
-from longspan.diffusion.small import CONFIGS, Draw, Inputs, find_layout, make_inputs, patch_of, shrink
-from longspan.diffusion.structure import Recorder, Structure, block_lists, candidates, comes_first, made_of, tensors_in
+from longspan.diffusion.small import Draw, Inputs, find_layout, make_inputs, patch_of, small_config, small_copy
+from longspan.diffusion.structure import Recorder, Structure, candidates, tensors_in, unknown_block
 from longspan.diffusion.tokens import Tokens
+from longspan.hf.model.pretrained import first_line
 from longspan.hf.state import DiffusionState
 
 _TOLERANCE = 1e-3  # the order of sums in fp32 changes less, a token that is missing far more
-_LARGEST = 20_000_000  # weights of a small copy
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,12 @@ class Known:
     layout: str  # of the latents: axes, such as "BCFHW", or "BNC" for tokens
     arguments: frozenset[str]  # of the forward, that the copy was compared with
     time_per_token: bool  # whether it takes a time step for each token
-    channels_last: bool | None  # whether the output lists channels pixel by pixel; None: unknown
-
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether ranks may keep their tokens of the output: it is one projection of each token."""
-        return len(self.structure.exits) == 1 and self.channels_last is not None
+    keeps_tokens: bool  # whether the output lists the entries of one projection of each token, so ranks may keep theirs
 
     def check(self, arguments: Mapping[str, Any], config: Any, ranks: int) -> None:
         """Raise for inputs that cannot be split, before anything is sent."""
         hidden = arguments.get("hidden_states")
-        if not isinstance(hidden, Tensor) or self.layout not in PATCHED:
+        if not isinstance(hidden, Tensor) or self.layout not in ("BNC", "BCHW", "BCFHW", "BFCHW"):
             return
         if hidden.dim() != len(self.layout):
             raise LongspanError(
@@ -67,10 +62,10 @@ class Known:
                     )
                 tokens["hidden_states"] *= n // patch
         text = arguments.get("encoder_hidden_states")
-        if isinstance(text, Tensor) and any(len(names) > 1 for names in self.structure.streams.values()):
+        if isinstance(text, Tensor) and any(len(names) > 1 for names in self.structure.regions.values()):
             tokens["encoder_hidden_states"] = text.shape[1]
         n = tokens["hidden_states"]
-        if n < ranks and self.structure.streams:
+        if n < ranks:
             raise LongspanError(
                 f"`hidden_states` has {n} tokens, fewer than the {ranks} ranks; use at most {n} ranks, or pad it"
             )
@@ -78,9 +73,6 @@ class Known:
             if held not in (n, tokens.get("encoder_hidden_states")):
                 others = " and ".join(f"`{stream}` {n}" for stream, n in tokens.items())
                 raise LongspanError(f"{kind} has {held} tokens, {others}; give one entry per token")
-
-
-PATCHED = ("BNC", "BCHW", "BCFHW", "BFCHW")
 
 
 def _per_token_counts(arguments: Mapping[str, Any], per_token: bool) -> Iterator[tuple[str, int]]:
@@ -92,34 +84,16 @@ def _per_token_counts(arguments: Mapping[str, Any], per_token: bool) -> Iterator
     if isinstance(shapes, list) and shapes:
         of_row = shapes[0] if isinstance(shapes[0], list) else shapes[:1]
         yield "the rotary embedding", sum(math.prod(grid) for grid in of_row)
-    time = arguments.get("timestep")
-    if per_token and isinstance(time, Tensor) and time.dim() == 2 and time.shape[1] > 1:
+    time: Any = arguments.get("timestep")
+    if per_token and _is_per_token(time):
         yield "`timestep`", time.shape[1]
     for name in ("img_ids", "txt_ids", "image_rotary_emb"):
         for _, x in tensors_in(arguments.get(name)):
             yield f"`{name}`", x.shape[-2]
 
 
-def small_config(model: nn.Module, heads: int, layers: int = 2) -> dict[str, Any]:
-    """Return the config of a small copy."""
-    config: Any = model.config
-    given = {name: x for name, x in config.items() if not name.startswith("_")}
-    return shrink(given, heads, layers) | CONFIGS.get(type(model).__name__, {})
-
-
-def small_copy(kind: Any, config: dict[str, Any], device: torch.device) -> nn.Module:
-    """Return a small model in fp32, the same on every rank. No weight is zero, as then gradients of others would be."""
-    with torch.device("meta"):
-        size = sum(p.numel() for p in kind(**config).parameters())
-    if size > _LARGEST:
-        raise LongspanError(f"its small copy would have {size:,} weights, as its config could not be shrunk")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: nn.Module = kind(**config).float()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p), alpha=0.1)
-    return model.to(device)
+def _is_per_token(time: Any) -> bool:
+    return isinstance(time, Tensor) and time.dim() == 2 and time.shape[1] > 1
 
 
 def draw_for(model: nn.Module, ranks: int, device: torch.device) -> Draw:
@@ -130,14 +104,14 @@ def draw_for(model: nn.Module, ranks: int, device: torch.device) -> Draw:
     widths |= {x // 2 for x in widths} | {x // 4 for x in widths}
     frames = 1 if any(kind in type(model).__name__ for kind in ("2D", "1D")) else 3
     frames += 2 * (frames * patch_of(config)[0] == config.get("in_channels"))  # the two must not be confused
+    frames = config.get("video_length", frames)
     text = math.ceil(5 / ranks) * ranks
     while {text} & widths:
         text += ranks
     side = 4  # a square: some models ask for one
-    while (n := frames * side * side) % ranks or {n, n + text} & widths or n <= text:
+    while (side * side) % ranks or {n := side * side, m := frames * n, m + text} & widths or n <= text:
         side += 1
-    generator = torch.Generator().manual_seed(0)
-    return Draw(config, 2, (frames, side, side), text, generator, device)
+    return Draw(config, 2, (frames, side, side), text, torch.Generator().manual_seed(0), device)
 
 
 def read(model: nn.Module, sp: SequenceSharding) -> Known:
@@ -146,28 +120,20 @@ def read(model: nn.Module, sp: SequenceSharding) -> Known:
     Raises:
         LongspanError: with the reason why it cannot be; the same on every rank.
     """
-    name = type(model).__name__
+    kind, of_class = type(model), _KNOWN.setdefault(type(model), {})
+    given = {name: x for name, x in model.config.items() if not name.startswith("_")}  # type: ignore[operator,union-attr]
     try:
-        heads = 4 * math.ceil(sp.ulysses_size / 4)
-        config = small_config(model, heads)
-        key = json.dumps([config, sp.parallel.degrees], sort_keys=True, default=str)
-        known = _KNOWN.setdefault(type(model), {})
-        if key not in known or not _covers(known[key].structure, model):
-            small = small_copy(type(model), config, sp.device)
-            known[key] = _read(small, sp)
-            if not _covers(known[key].structure, model):  # later blocks are of another kind
-                deep = small_config(model, heads, layers=10**6)
-                known[key] = _read(small_copy(type(model), deep, sp.device), sp)
-        return known[key]
-    except LongspanError as error:
-        raise LongspanError(f"{name} of diffusers cannot be sharded: {error}") from error
+        for layers in (2, 10**6):  # all of them, if later blocks are of another kind
+            config = small_config(kind.__name__, given, 4 * math.ceil(sp.ulysses_size / 4), layers)
+            key = json.dumps([config, sp.parallel.degrees], sort_keys=True, default=str)
+            if key not in of_class:
+                of_class[key] = _read(small_copy(kind, config, sp.device), sp)
+            if not unknown_block(model, of_class[key].structure):
+                break
+        return of_class[key]
     except Exception as error:  # of any kind
-        raise LongspanError(f"{name} of diffusers cannot be sharded: its small copy failed: {error}") from error
-
-
-def _covers(structure: Structure, model: nn.Module) -> bool:
-    lists = block_lists(model)
-    return all(made_of(block) in kinds for path, kinds in structure.blocks.items() for block in lists[path])
+        why = error if isinstance(error, LongspanError) else f"its small copy failed: {error}"
+        raise LongspanError(f"{kind.__name__} of diffusers cannot be sharded: {why}") from error
 
 
 _KNOWN: dict[type, dict[str, Known]] = {}
@@ -183,79 +149,42 @@ def _read(small: nn.Module, sp: SequenceSharding) -> Known:
 
     layout = find_layout(small, fresh)
     variants = [fresh(layout)]
-    per_token = _per_token(small, draw, variants[0])
-    if per_token is not None:
-        variants.append(per_token)
-    recorded = []
-    for inputs in variants:
-        with torch.no_grad(), Recorder(small, draw.rows) as recorder:
+    per_token = torch.linspace(3, 700, draw.rows * math.prod(draw.grid), device=sp.device).view(draw.rows, -1)
+    if "timestep" in variants[0] and _runs(small, variants[0] | {"timestep": per_token}):
+        variants.append(variants[0] | {"timestep": per_token})
+    recorded = [Recorder(small, draw.rows) for _ in variants]
+    for recorder, inputs in zip(recorded, variants, strict=True):
+        with torch.no_grad(), recorder:
             small(**inputs, return_dict=False)
-        recorded.append(recorder)
     expected = [run(copy.deepcopy(small), inputs) for inputs in variants]
-    problem = ""
-
-    def is_first(path: str, name: str) -> bool:
-        with torch.no_grad(), Recorder(small, draw.rows, (path, name)) as disturbed:
-            small(**variants[0], return_dict=False)
-        return comes_first(recorded[0], disturbed)
-
-    for structure in candidates(recorded, draw.text, is_first):
-        problem = "" if sp.size == 1 else _difference(small, structure, sp, variants, expected)
+    problem, tried = "", list[Structure]()
+    for structure in candidates(recorded, draw.text):
+        if structure in tried:
+            continue
+        tried.append(structure)
+        problem = _difference(small, structure, sp, variants, expected)
         if not problem:
-            return Known(
-                structure,
-                layout,
-                frozenset(variants[0]),
-                per_token is not None,
-                _channels_last(small, structure, layout, variants[0]),
-            )
+            keeps = len(structure.exits) == 1 and _is_arranged(small, min(structure.exits), variants[0])
+            return Known(structure, layout, frozenset(variants[0]), len(variants) > 1, keeps)
     raise LongspanError(problem)
 
 
-def _per_token(small: nn.Module, draw: Draw, inputs: Inputs) -> Inputs | None:
-    """Return the inputs with a time step for each token, if the model takes them."""
-    tokens = math.prod(draw.grid)
-    time = inputs.get("timestep")
-    if time is None:
-        return None
-    inputs = inputs | {"timestep": torch.linspace(3, 700, draw.rows * tokens, device=draw.device).view(draw.rows, -1)}
+def _runs(model: nn.Module, inputs: Inputs) -> bool:
     try:
         with torch.no_grad():
-            small(**inputs, return_dict=False)
-    except Exception:
-        return None
-    return inputs
+            model(**inputs, return_dict=False)
+    except Exception:  # of any kind
+        return False
+    return True
 
 
-def _channels_last(small: nn.Module, known: Structure, layout: str, inputs: Inputs) -> bool | None:
-    """Return in which order the last projection lists the values of a token; None if neither is the output's."""
-    tokens: list[Tensor] = []
-    if len(known.exits) != 1 or layout not in PATCHED:
-        return None
-    (path,) = known.exits
-    handle = small.get_submodule(path).register_forward_hook(lambda module, args, output: tokens.append(output))
-    with torch.no_grad():
-        output = small(**inputs, return_dict=False)[0]
+def _is_arranged(small: nn.Module, path: str, inputs: Inputs) -> bool:
+    """Return whether the output has each entry of a module's output once."""
+    found: list[Tensor] = []
+    handle = small.get_submodule(path).register_forward_hook(lambda module, args, output: found.append(output))
+    output = small(**inputs, return_dict=False)[0]
     handle.remove()
-    for order in (True, False):
-        try:
-            if torch.equal(to_tokens(output, layout, patch_of(small.config), order), tokens[-1]):
-                return order
-        except RuntimeError:
-            continue
-    return None
-
-
-def to_tokens(x: Tensor, layout: str, patch: tuple[int, int, int], channels_last: bool | None) -> Tensor:
-    """Return `[B, tokens, values]` of pixels, as the model's last projection; tokens are returned as they are."""
-    if layout == "BNC":
-        return x
-    x = x.movedim(layout.index("C"), -1)
-    x = x if "F" in layout else x.unsqueeze(1)
-    for dim, side in zip((1, 3, 5), patch, strict=True):
-        x = x.unflatten(dim, (-1, side))
-    values = (2, 4, 6, 7) if channels_last else (7, 2, 4, 6)
-    return x.permute(0, 1, 3, 5, *values).flatten(4).flatten(1, 3)
+    return torch.equal(torch.autograd.grad(output, found[-1], output)[0], found[-1])
 
 
 def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
@@ -279,11 +208,15 @@ def _difference(
     expected: list[dict[str, Tensor]],
 ) -> str:
     """Return how the sharded copy differs from the copy; "" if it does not."""
-    model = copy.deepcopy(small)
-    tokens = Tokens(sp)
+    model, tokens = copy.deepcopy(small), Tokens(sp)
     try:
         shard_tokens(model, structure, tokens)
-        for inputs, wanted in zip(variants, expected, strict=True):
+        runs = list(zip(variants, expected, strict=True))
+        if any(len(names) > 1 for names in structure.regions.values()):
+            runs.append(runs[0])
+        for i, (inputs, wanted) in enumerate(runs):
+            if i == len(variants):  # shorter streams stay whole, which shows the order of streams
+                tokens.fewest = max(tokens.sizes.lengths)
             found = run(model, at_entrance(inputs, structure, tokens, len(variants) > 1))
             largest = max(float(x.abs().max()) for name, x in wanted.items() if not name.startswith("output"))
             for name, x in wanted.items():
@@ -299,9 +232,7 @@ def _difference(
                         f"sharded)"
                     )
     except Exception as error:  # of any kind, and of the same kind on every rank
-        return (
-            f"a small copy of it fails when it is sharded ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
-        )
+        return f"a small copy of it fails when it is sharded ({type(error).__name__}: {first_line(error)[:200]})"
     return ""
 
 
@@ -315,15 +246,9 @@ def shard_tokens(model: nn.Module, structure: Structure, tokens: Tokens) -> int:
 
 def at_entrance(inputs: Inputs, structure: Structure, tokens: Tokens, time_per_token: bool) -> Inputs:
     """Return the inputs with this rank's part of time steps that are one per token."""
-    time = inputs.get("timestep")
-    if (
-        not (structure.exits and time_per_token)
-        or not isinstance(time, Tensor)
-        or time.dim() != 2
-        or time.shape[1] == 1
-    ):
+    if not (structure.exits and time_per_token and _is_per_token(inputs.get("timestep"))):
         return inputs
-    return inputs | {"timestep": shard_along(time, 1, tokens.sp.group)}
+    return inputs | {"timestep": shard_along(inputs["timestep"], 1, tokens.sp.group)}
 
 
 def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
@@ -337,27 +262,24 @@ def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
     Args:
         model: a model parallelized with `gather_output=False`.
         target: whole and the same on every rank, in the shape that the model returns on one device.
-        output: what the model returned on this rank.
+        output: what the model returned on this rank in its last forward.
 
     Raises:
         LongspanError: for another model, or for a target of another shape.
     """
     state = getattr(model, "longspan_state", None)
-    known = state.known if isinstance(state, DiffusionState) else None
-    if known is None:
+    tokens = state.tokens if isinstance(state, DiffusionState) else None
+    if tokens is None or tokens.kept is None:
         raise LongspanError(
             f"`model` must be a diffusion transformer parallelized with gather_output=False, got "
             f"{type(model).__name__}; the output of other models needs the whole target"
         )
-    assert isinstance(state, DiffusionState)
-    whole = to_tokens(target, known.layout, patch_of(model.config), known.channels_last)
-    if output.dim() == 4:  # Latte's frames and patches
-        whole = whole.unflatten(1, (target.shape[2], -1))
-    for dim in range(1, whole.dim() - 1):
-        mine = shard_along(whole, dim, state.sp.group)
-        if mine.shape == output.shape:
-            return mine
-    raise LongspanError(
-        f"a target of shape {tuple(target.shape)} has no part like this rank's output {tuple(output.shape)}; give it "
-        f"in the shape that the model returns on one device"
-    )
+    kept = tokens.kept
+    if target.shape != kept.arranged.shape or output.shape != kept.mine.shape:
+        raise LongspanError(
+            f"a target of shape {tuple(target.shape)} has no part like this rank's output {tuple(output.shape)}; give "
+            f"it in the shape that the model returns on one device, {tuple(kept.arranged.shape)}"
+        )
+    # The model arranges its tokens to the output; the gradient of that arranges a target to tokens.
+    (whole,) = torch.autograd.grad(kept.arranged, kept.zeros, target.to(kept.arranged), retain_graph=True)
+    return shard_along(whole, 1, tokens.sp.group).to(target.dtype)

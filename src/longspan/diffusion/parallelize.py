@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from longspan.comm.collectives import replicate, scale_gradient
@@ -20,16 +19,15 @@ from longspan.comm.weights import (
     check_float8_scales,
     digests_to_compare,
 )
-from longspan.compat.friends_api import hooks_of, is_of_diffusers, is_parallel, version_of_diffusers
+from longspan.compat.friends_api import hooks_of, is_parallel, version_of_diffusers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
-from longspan.diffusion import latte
 from longspan.diffusion.check import Known, at_entrance, read, shard_tokens
-from longspan.diffusion.structure import named_arguments, processors_of
+from longspan.diffusion.structure import map_tensors, named_arguments, unknown_block
 from longspan.diffusion.tokens import Tokens
 from longspan.hf.batch.compare import BatchCheck
-from longspan.hf.forward.misuse import refuse_copies
+from longspan.hf.forward.misuse import refuse_copies, refuse_saving_shards
 from longspan.hf.model.support import draws
 from longspan.hf.preconditions import ParallelizeOptions, facts_of
 from longspan.hf.state import DiffusionState
@@ -37,8 +35,10 @@ from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientAverage
 
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
-
-
+_SAVE = (
+    "gather them on every rank by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+    "full_state_dict=True, and load them into a plain model"
+)
 _OPTIONS = ("fsdp", "mp_policy", "weights", "check_batches", "check_weights", "gather_output")
 
 
@@ -58,31 +58,24 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
     tokens = Tokens(sp, gather_output=options.gather_output)
-    is_latte = type(model).__name__ == latte.NAME
-    known = latte.KNOWN if is_latte else read(model, sp)
+    known = read(model, sp)
     entrance = _Entrance(model, sp, known, tokens, options)
-    if is_latte:
-        attention = "Dynamic Sequence Parallelism: all layers are local, frames and patches switch between them"
-        model.forward = functools.partial(latte.forward, model, sp, options.gather_output)
-    else:
-        if not (options.gather_output or known.keeps_tokens):
-            raise LongspanError(
-                f"{entrance.name} has no single projection of its tokens at the end; leave out gather_output=False"
-            )
-        layers = shard_tokens(model, known.structure, tokens)
-        if not options.gather_output:
-            model.register_forward_hook(tokens.output_of_rank)  # before FSDP's, which needs an output with gradients
-        attention = f"{layers} layers by {_method(sp)}"
+    if not (options.gather_output or known.keeps_tokens):
+        raise LongspanError(
+            f"{entrance.name} has no single projection of its tokens at the end; leave out gather_output=False"
+        )
+    attention = f"{shard_tokens(model, known.structure, tokens)} layers by {_method(sp)}"
+    if not options.gather_output:
+        model.register_forward_hook(tokens.output_of_rank)  # before FSDP's, which needs an output with gradients
     gradients = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, known.structure.all_lists, options.mp_policy)
         model.register_forward_hook(_reshard_without_backward)
-        for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
-            setattr(model, method, functools.partial(_cannot_save, method))
+        refuse_saving_shards(model, model, _SAVE)
     elif sp.fsdp_size > 1:
         gradients = GradientAverage(model.parameters(), sp)
     refuse_copies(model)
-    model.longspan_state = DiffusionState(sp, attention, gradients, None if options.gather_output else known)
+    model.longspan_state = DiffusionState(sp, attention, gradients, tokens)
     entrance.gradients = gradients
     model.register_forward_pre_hook(entrance, with_kwargs=True)
 
@@ -101,9 +94,7 @@ def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) 
         raise LongspanError(
             f"diffusion transformers have no tensor axis, got tensor={sp.tensor_size}; use ring or ulysses instead"
         )
-    if sp.ring_size > 1 and type(model).__name__ == latte.NAME:
-        raise LongspanError(f"{latte.NAME} switches between frames and patches; use init_mesh(ulysses={sp.size})")
-    _check_modules(model)
+    _check_hooks(model)
     for path, module in model.named_modules():
         heads = getattr(module, "heads", None) or getattr(module, "num_heads", None)
         if hasattr(module, "processor") and isinstance(heads, int) and heads < sp.ulysses_size:
@@ -117,22 +108,13 @@ def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) 
     check_float8_scales(model, sp)
 
 
-def _check_modules(model: nn.Module) -> None:
-    """Raise for an attention processor that is not of diffusers, and for a hook of diffusers.
-
-    Users may add them after `parallelize`.
-    """
+def _check_hooks(model: nn.Module) -> None:
+    """Raise for a hook of diffusers, which users may add after `parallelize`, too."""
     for path, module in model.named_modules():
         for hook in hooks_of(module):
             raise LongspanError(
                 f"{path or type(model).__name__} has diffusers' {hook}, which would decide or compute on one rank's "
                 f"tokens; remove it, as by disable_cache()"
-            )
-        processor: Any = getattr(module, "processor", None)
-        if processor is not None and not is_of_diffusers(processor):
-            raise LongspanError(
-                f"{path} has the attention processor {type(processor).__name__}, which longspan does not know; use one "
-                f"of diffusers"
             )
 
 
@@ -158,14 +140,6 @@ def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
         reshard(model)
 
 
-def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
-    raise LongspanError(
-        f"{method} cannot save shards, and the weights of this model are sharded; gather them on every rank by "
-        f"torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, and load them into a "
-        f"plain model"
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The entrance of a forward.
 
@@ -180,7 +154,6 @@ class _Entrance:
         self.name = type(model).__name__  # FSDP renames the class
         self.signature = inspect.signature(type(model).forward)
         self.accepted = {*known.arguments, "return_dict", *_ATTENTION_ARGUMENTS}
-        self.processors = processors_of(model)
         self.gradients: GradientAverage | None = None
         self.inputs = None
         if sp.world_size > 1:
@@ -208,10 +181,14 @@ class _Entrance:
         return (), mine
 
     def _replicated(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self.sp.size == 1:
+        """Average the gradient of each input over the sequence group, as the gradients of weights are averaged."""
+        group = self.sp.group
+        if group is None:
             return arguments
-        assert self.sp.group is not None
-        return {name: _replicated(value, self.sp) for name, value in arguments.items()}
+        averaged: dict[str, Any] = map_tensors(
+            arguments, lambda _, x: scale_gradient(replicate(x, group_name(group)), 1 / self.sp.size)
+        )
+        return averaged
 
     def _check(self, model: Any, arguments: Mapping[str, Any]) -> None:
         name = self.name
@@ -223,13 +200,9 @@ class _Entrance:
         for key in given & {*_ATTENTION_ARGUMENTS}:
             if set(arguments[key]) - {"scale"}:
                 raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
-        _check_modules(model)
-        for path, kind in processors_of(model).items():
-            if kind is not self.processors.get(path):
-                raise LongspanError(
-                    f"{path} has the attention processor {kind.__name__}, which was set after parallelize; load the "
-                    f"model again"
-                )
+        _check_hooks(model)
+        if problem := unknown_block(model, self.known.structure):  # as after a processor was set
+            raise LongspanError(problem)
         self.known.check(arguments, model.config, self.sp.size)
 
 
@@ -244,15 +217,3 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _replicated(value: Any, sp: SequenceSharding) -> Any:
-    """Average the gradient of each input over the sequence group, as the gradients of weights are averaged."""
-    if isinstance(value, Tensor):
-        assert sp.group is not None
-        return scale_gradient(replicate(value, group_name(sp.group)), 1 / sp.size)
-    if isinstance(value, dict):
-        return {key: _replicated(each, sp) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_replicated(each, sp) for each in value)
-    return value

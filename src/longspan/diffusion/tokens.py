@@ -7,19 +7,21 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.reshard import gather_along, shard_along, shard_sizes
+from longspan.comm.reshard import gather_along, move_shards, shard_along, shard_sizes
 from longspan.compat.friends_api import checkpoint_function, set_checkpoint_function, transformer_output
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.diffusion.structure import (
+    REPLICATED,
     Block,
     Cut,
     Paths,
@@ -29,190 +31,269 @@ from longspan.diffusion.structure import (
     map_tensors,
     named_arguments,
     tensors_in,
+    unknown_block,
 )
 
-Lengths = tuple[int, ...]
-"""Tokens of each stream on all ranks together."""
 
+@dataclass(frozen=True)
+class Parts:
+    """Tokens of several streams, one stream after the other, and which of them this rank holds.
 
-class Tokens:
-    """How many tokens each stream of the running forward has, and which of them this rank holds.
-
-    Each stream is split alone, as evenly as possible, so no rank holds padding. A rank's tokens are those of its
-    streams, one after the other; in the order of ranks these are all tokens, in another order than a processor's. A
-    stream with fewer tokens than ranks, such as a short text, is held by every rank and split in attention alone.
+    Each stream is split alone, as evenly as possible, so no rank holds padding. A stream with fewer tokens than ranks,
+    such as a short text, is held by every rank and split in attention alone, as are tokens that no rank splits.
     """
 
-    def __init__(self, sp: SequenceSharding, *, gather_output: bool = True) -> None:
-        self.sp, self.gather_output = copy.copy(sp), gather_output
-        # Full attention is balanced over a ring without zigzag, and a contiguous layout keeps the order of ranks.
-        self.sp.layout = choose_layout("contiguous", sp.ring_size, sp.ulysses_size)
-        self.lengths: Lengths = ()
-        self.unit = 1  # tokens that stay together: those of a row, where blocks convolve pixels
-        self.mine: Tensor | None = None  # without `gather_output`, from the last projection to the end of the forward
-        self.is_split = False  # while a checkpointed block runs
-        self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
-        self.plans: dict[Any, Any] = {}  # of attention in a ring
+    sp: SequenceSharding
+    lengths: tuple[int, ...]  # of each stream, on all ranks together
+    is_split: tuple[bool, ...]
+    unit: int = 1  # tokens that stay together: those of a row, where blocks convolve pixels
 
-    def whole(self, cut: Cut) -> int:
-        return sum(self.lengths[stream] for stream in cut.streams)
+    @property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """How many tokens of each stream are each rank's."""
+        return tuple(tuple(self.unit * n for n in shard_sizes(m // self.unit, self.sp.size)) for m in self.lengths)
 
-    def held(self, stream: int) -> int:
-        """How many tokens of a stream this rank holds: all of one that has fewer tokens than there are ranks."""
-        n = self.lengths[stream]
-        return n if n < self.sp.size else self.unit * shard_sizes(n // self.unit, self.sp.size)[self.sp.rank]
+    @property
+    def held(self) -> tuple[int, ...]:
+        """How many tokens of each stream this rank holds."""
+        pairs = zip(self.lengths, self.is_split, self.shares, strict=True)
+        return tuple(share[self.sp.rank] if split else n for n, split, share in pairs)
 
-    def ranks_of(self, lengths: Lengths) -> tuple[int, ...]:
-        """How many tokens each rank holds of parts with these lengths."""
-        return _of_ranks(lengths, self.sp.size)
+    @property
+    def of_ranks(self) -> tuple[int, ...]:
+        """How many tokens of all streams are each rank's."""
+        return tuple(map(sum, zip(*self.shares, strict=True)))
 
-    def order_of(self, lengths: Lengths, device: torch.device) -> Tensor | None:
-        """Return each token's index in the processor's order, in the order of ranks; None if both orders agree."""
-        return _order(lengths, self.sp.size, device)
+    def order(self, device: torch.device) -> Tensor | None:
+        """Return each token's index, in the order of ranks; None if both orders agree."""
+        return None if len(self.lengths) == 1 or self.sp.size == 1 else _order(self.shares, device)
 
-    def split(self, x: Tensor, cut: Cut, name: str) -> Tensor:
-        """Return this rank's part of a tensor; of what is this rank's part already, the tensor itself."""
-        held, whole = x.shape[cut.dim], self.whole(cut)
-        if held == whole:
-            parts = x.split([self.lengths[stream] for stream in cut.streams], cut.dim)
-            short = self.sp.size
-            parts = [x if x.shape[cut.dim] < short else self._shard(x, cut.dim) for x in parts]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
-        mine = sum(map(self.held, cut.streams))
-        if held not in (1, mine):
-            raise LongspanError(f"`{name}` has {held} tokens, the model {whole}; give one entry per token")
-        return x
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """Return the tokens that this rank holds, of all tokens."""
+        return self._each(x, dim, self.lengths, self._shard, self.is_split)
 
-    def _shard(self, x: Tensor, dim: int) -> Tensor:
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks; the inverse of `split`."""
+        return self._each(x, dim, self.held, self._gather, self.is_split)
+
+    def share(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of those that it holds, so that those of every rank count once."""
+        return self._each(x, dim, self.held, self._shard, self._is_whole)
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """Return the inverse of `share`."""
+        return self._each(x, dim, [share[self.sp.rank] for share in self.shares], self._gather, self._is_whole)
+
+    @property
+    def _is_whole(self) -> tuple[bool, ...]:
+        return tuple(not split for split in self.is_split)
+
+    def _each(self, x: Tensor, dim: int, sizes: Sequence[int], change: Any, changes: Sequence[bool]) -> Tensor:
+        if self.sp.size == 1 or not any(changes):
+            return x
+        parts = zip(x.split(list(sizes), dim), self.lengths, changes, strict=True)
+        changed = [change(part, dim, n) if change_it else part for part, n, change_it in parts]
+        return changed[0] if len(changed) == 1 else torch.cat(changed, dim)
+
+    def _shard(self, x: Tensor, dim: int, length: int) -> Tensor:
         return shard_along(x.unflatten(dim, (-1, self.unit)), dim, self.sp.group).flatten(dim, dim + 1)
 
     def _gather(self, x: Tensor, dim: int, length: int) -> Tensor:
         rows = x.unflatten(dim, (x.shape[dim] // self.unit, self.unit))
         return gather_along(rows, dim, length // self.unit, self.sp.group).flatten(dim, dim + 1)
 
-    def join(self, x: Tensor, cut: Cut) -> Tensor:
-        """Return the tokens of all ranks."""
-        parts = x.split([self.held(stream) for stream in cut.streams], cut.dim)
-        wholes = [
-            part if n < self.sp.size else self._gather(part, cut.dim, n)
-            for part, n in zip(parts, (self.lengths[stream] for stream in cut.streams), strict=True)
-        ]
-        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, cut.dim)
 
-    def join_output(self, x: Tensor, cut: Cut) -> Tensor:
-        """Return all tokens of the output.
+@functools.lru_cache(maxsize=16)
+def _order(shares: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    starts = [0, *itertools.accumulate(map(sum, shares))]
+    parts = [(torch.arange(sum(n)) + start).split(list(n)) for n, start in zip(shares, starts, strict=False)]
+    return torch.cat([of_stream[rank] for rank in range(len(shares[0])) for of_stream in parts]).to(device)
 
-        Without `gather_output`, keep this rank's tokens for `output_of_rank`; the model arranges a tensor without data.
-        """
+
+@dataclass(frozen=True)
+class Sizes:
+    """Those of a running block."""
+
+    lengths: tuple[int, ...] = ()  # tokens of each stream, on all ranks together
+    unit: int = 1  # see `Parts`
+    rows: int = 0  # of the batch, if they are sharded instead of the tokens
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The output of a forward without `gather_output`: the model arranges zeros in the place of all its tokens."""
+
+    mine: Tensor  # this rank's tokens of the output
+    zeros: Tensor  # in the place of all tokens
+    arranged: Tensor  # zeros in the output's shape
+    had_gradients: bool  # whether gradients were enabled, as they must be to arrange zeros
+
+
+class Tokens:
+    """How many tokens each stream of the running forward has, and the hooks that split and join them."""
+
+    def __init__(self, sp: SequenceSharding, *, gather_output: bool = True) -> None:
+        self.sp, self.gather_output = copy.copy(sp), gather_output
+        # Full attention is balanced over a ring without zigzag, and a contiguous layout keeps the order of ranks.
+        self.sp.layout = choose_layout("contiguous", sp.ring_size, sp.ulysses_size)
+        self.fewest = sp.size  # a stream of fewer tokens is not split
+        self.sizes = Sizes()
+        self.is_split = False  # while a checkpointed block runs
+        self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
+        self.plans: dict[Any, Any] = {}  # of attention in a ring, the last ones
+        self.kept: Kept | None = None
+
+    def parts(self, streams: tuple[int, ...], held: int | None = None) -> Parts:
+        """Return the tokens of these streams; of a tensor that holds so many, the rest are `REPLICATED`."""
+        lengths = [0 if stream == REPLICATED else self.sizes.lengths[stream] for stream in streams]
+        split, unit = tuple(n // self.sizes.unit >= self.fewest for n in lengths), self.sizes.unit
+        parts = Parts(self.sp, tuple(lengths), split, unit)
+        if held is None or held == sum(parts.held):
+            return parts
+        if REPLICATED not in streams or held < sum(parts.held):
+            raise LongspanError(f"q, k and v should hold this rank's {sum(parts.held)} tokens, got {held}")
+        lengths[streams.index(REPLICATED)] = held - sum(parts.held)
+        return Parts(self.sp, tuple(lengths), split, unit)
+
+    def split(self, x: Tensor, cut: Cut, name: str) -> Tensor:
+        """Return this rank's part of a tensor; of what is this rank's part already, the tensor itself."""
+        parts, n = self.parts(cut.streams), x.shape[cut.dim]
+        if cut.of_rows:
+            return parts.split(x.unflatten(0, (-1, *parts.lengths)), 1).flatten(0, 1)
+        if n == sum(parts.lengths):
+            return parts.split(x, cut.dim)
+        if n not in (1, sum(parts.held)):
+            raise LongspanError(f"`{name}` has {n} tokens, the model {sum(parts.lengths)}; give one entry per token")
+        return x
+
+    def join_output(self, x: Tensor, stream: int) -> Tensor:
+        """Return all tokens of the output; without `gather_output` zeros, and keep this rank's for `output_of_rank`."""
+        parts = self.parts((stream,))
         if self.gather_output:
-            return self.join(x, cut)
-        self.mine = x
-        return x.new_empty([*x.shape[: cut.dim], self.whole(cut), *x.shape[cut.dim + 1 :]], device="meta")
+            return parts.join(x, 1)
+        zeros = x.new_zeros(x.shape[0], *parts.lengths, x.shape[2], requires_grad=True)
+        self.kept = Kept(x, zeros, zeros, torch.is_grad_enabled())
+        torch.set_grad_enabled(True)
+        return zeros
 
     def output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Return an output with this rank's tokens, after a forward without `gather_output`."""
-        mine, self.mine = self.mine, None
-        assert mine is not None
+        assert self.kept is not None
+        torch.set_grad_enabled(self.kept.had_gradients)
+        mine = self.kept.mine
+        self.kept = replace(self.kept, arranged=output[0], mine=mine.detach())
         return (mine,) if isinstance(output, tuple) else transformer_output(mine)
 
     def split_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a block by name, with this rank's part of those that it splits."""
         signature, block, streams = self.blocks[module]
         arguments = named_arguments(signature, module, args, kwargs)
-        if streams and not self.is_split:
-            cuts = {path: cut.dim for (path, _), cut in block.arguments.items() if cut is not None}
-            sizes = {path: x.shape[cuts[path]] for path, x in tensors_in(arguments) if path in streams}
-            self.lengths = tuple(sizes[name] for name in streams)
-            self.unit = arguments["width"] if block.by_rows else 1
-            if self.lengths[0] // self.unit < self.sp.size:
-                raise LongspanError(
-                    f"the latents have {self.lengths[0] // self.unit} rows of tokens, fewer than the {self.sp.size} "
-                    f"ranks, and rows are not cut; use fewer ranks"
-                )
+        cut = {path: (x, c) for path, x in tensors_in(arguments) if (c := block.arguments.get((path, x.dim())))}
+        lengths = self.sizes.lengths
+        if streams:
+            lengths = tuple(x.shape[c.dim] for x, c in (cut[name] for name in streams))
+        rows = next(iter(cut.values()))[0].shape[0] if block.switched else 0
+        self.sizes = Sizes(lengths, arguments["width"] if block.by_rows else 1, rows * (rows >= self.sp.size))
+        if lengths[0] // self.sizes.unit < self.sp.size:
+            raise LongspanError(
+                f"the latents have {lengths[0] // self.sizes.unit} rows of tokens, fewer than the {self.sp.size} "
+                f"ranks, and rows are not cut; use fewer ranks"
+            )
         if block.by_rows:
-            arguments["height"] = self.held(0) // self.unit
-        split: dict[str, Any] = self._with(arguments, block.arguments, self.split)
+            arguments["height"] = self.parts((0,)).held[0] // self.sizes.unit
+        if self.sizes.rows:
+            split: dict[str, Any] = map_tensors(
+                arguments, lambda path, x: self._switch(x, cut.get(path)) if (path, x.dim()) in block.switched else x
+            )
+        else:
+            split = _with(arguments, block.arguments, self.split)
         return split
 
-    def _with(self, value: Any, paths: Paths, change: Any) -> Any:
-        def one(path: str, x: Tensor) -> Tensor:
-            if (path, x.dim()) not in paths:
-                if x.numel() <= 1:
-                    return x
-                raise LongspanError(
-                    f"`{path}` of a block has {x.dim()} dimensions, {tuple(x.shape)}: how its tokens are split is not "
-                    f"known; leave out the argument that it comes from"
-                )
-            cut = paths[path, x.dim()]
-            return x if cut is None else change(x, cut, path)
+    def _switch(self, x: Tensor, of: tuple[Tensor, Cut] | None) -> Tensor:
+        """Return this rank's rows, with all their tokens."""
+        if x.shape[0] != self.sizes.rows or self.sp.group is None:
+            return x
+        if of is None or x.shape[1] == self.sizes.lengths[0]:
+            return shard_along(x, 0, self.sp.group)
+        shares = shard_sizes(self.sizes.rows, self.sp.size)
+        return move_shards(x, self.sp.group, 1, 0, self.parts((0,)).of_ranks, shares)
 
-        return map_tensors(value, one)
+    def _switch_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.sizes.rows or self.sp.group is None:
+            return output
+        shares = shard_sizes(self.sizes.rows, self.sp.size)
+        group, of_ranks = self.sp.group, self.parts((0,)).of_ranks
+        return map_tensors(output, lambda _, x: move_shards(x, group, 0, 1, shares, of_ranks))
 
     @contextlib.contextmanager
-    def of_forward(self, lengths: Lengths, unit: int) -> Iterator[None]:
-        """Run a block on split arguments, with the lengths of its own forward; another one may have run since."""
-        before = self.lengths, self.unit, self.is_split
-        self.lengths, self.unit, self.is_split = lengths, unit, True
+    def of_forward(self, sizes: Sizes) -> Iterator[None]:
+        """Run a block on split arguments, with the sizes of its own forward; another one may have run since."""
+        before = self.sizes, self.is_split
+        self.sizes, self.is_split = sizes, True
         try:
             yield
         finally:
-            self.lengths, self.unit, self.is_split = before
+            self.sizes, self.is_split = before
 
     def split_before_checkpoints(self, model: Any) -> None:
         """Split a block's arguments before it is checkpointed, or the whole ones would be saved.
 
-        The block sees the lengths of its forward when it is recomputed.
+        The block sees the sizes of its forward when it is recomputed.
         """
         found = checkpoint_function(model)
         if found is None:
             return
-        checkpoint = getattr(found, "without_lengths", found)
+        checkpoint = getattr(found, "before_split", found)
 
         def checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if block not in self.blocks:
                 return checkpoint(block, *args, **kwargs)
             arguments = self.split_arguments(block, args, kwargs)
-            lengths, unit = self.lengths, self.unit
+            sizes = self.sizes
 
             def run(*args: Any) -> Any:
-                with self.of_forward(lengths, unit):
+                with self.of_forward(sizes):
                     return block(**dict(zip(arguments, args, strict=True)))
 
             return checkpoint(run, *arguments.values())
 
-        checkpointed.without_lengths = checkpoint  # type: ignore[attr-defined]
+        checkpointed.before_split = checkpoint  # type: ignore[attr-defined]
         set_checkpoint_function(model, checkpointed)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def install(self, model: nn.Module, structure: Structure) -> list[tuple[str, nn.Module, tuple[Any, ...]]]:
-        """Hook the splits and joins into a model; return its attention modules with the calls of each."""
+        """Hook the splits and joins into a model; return its attention modules with the calls of each.
+
+        Raises:
+            LongspanError: for a block that the small copy does not have.
+        """
+        if problem := unknown_block(model, structure):
+            raise LongspanError(problem)
         lists, attention = block_lists(model), []
-        for region in structure.regions:
-            last = lists[region[-1]][-1]
-            for path in region:
-                for i, module in enumerate(lists[path]):
-                    block = structure.blocks[path].get(made_of(module))
-                    if block is None:
-                        raise _unknown(f"{path}.{i}", module, structure.blocks[path])
-                    streams = structure.streams[path] if path == region[0] and not i else ()
-                    self.blocks[module] = inspect.signature(type(module).forward), block, streams
-                    module.register_forward_pre_hook(self._split_hook(), with_kwargs=True)
-                    attention += [
-                        (f"{path}.{i}.{name}".rstrip("."), module.get_submodule(name), calls)
-                        for name, calls in block.attention.items()
-                    ]
+        for region, streams in structure.regions.items():
+            blocks = [(path, i, module) for path in region for i, module in enumerate(lists[path])]
+            for path, i, module in blocks:
+                block = structure.blocks[path][made_of(module)]
+                self.blocks[module] = inspect.signature(type(module).forward), block, streams
+                streams = ()
+                if block.switched:
+                    module.register_forward_hook(self._switch_back)
+                module.register_forward_pre_hook(self._split_hook(), with_kwargs=True)
+                attention += [
+                    (f"{path}.{i}.{name}".rstrip("."), module.get_submodule(name), calls)
+                    for name, calls in block.attention.items()
+                ]
             if not structure.exits:
-                last.register_forward_hook(self._join_hook(self.blocks[last][1].outputs))
+                module.register_forward_hook(self._join_hook(self.blocks[module][1].outputs))
         for path, stream in structure.exits.items():
-            model.get_submodule(path).register_forward_hook(self._join_exit_hook(Cut(1, (stream,))))
+            join = functools.partial(self.join_output, stream=stream)
+            model.get_submodule(path).register_forward_hook(lambda module, args, output, join=join: join(output))
         return attention
 
     def _join_hook(self, paths: Paths) -> Any:
-        return lambda module, args, output: self._with(output, paths, lambda x, cut, _: self.join(x, cut))
+        def join(x: Tensor, cut: Cut, name: str) -> Tensor:
+            return self.parts(cut.streams).join(x, cut.dim)
 
-    def _join_exit_hook(self, cut: Cut) -> Any:
-        return lambda module, args, output: self.join_output(output, cut)
+        return lambda module, args, output: _with(output, paths, join)
 
     def _split_hook(self) -> Any:
         @not_compiled
@@ -222,29 +303,18 @@ class Tokens:
         return split_arguments
 
 
-@functools.lru_cache(maxsize=64)
-def _of_ranks(lengths: Lengths, ranks: int) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*(shard_sizes(n, ranks) for n in lengths), strict=True)))
+def _with(value: Any, paths: Paths, change: Callable[[Tensor, Cut, str], Tensor]) -> Any:
+    """Return nested values with each tensor changed that has a cut."""
 
+    def one(path: str, x: Tensor) -> Tensor:
+        if (path, x.dim()) not in paths:
+            if x.numel() <= 1:
+                return x
+            raise LongspanError(
+                f"`{path}` of a block has {x.dim()} dimensions, {tuple(x.shape)}: how its tokens are split is not "
+                f"known; leave out the argument that it comes from"
+            )
+        cut = paths[path, x.dim()]
+        return x if cut is None else change(x, cut, path)
 
-@functools.lru_cache(maxsize=16)
-def _order(lengths: Lengths, ranks: int, device: torch.device) -> Tensor | None:
-    if len(lengths) == 1 or ranks == 1:
-        return None
-    starts = [0, *itertools.accumulate(lengths)]
-    parts = [
-        (torch.arange(n) + start).split(list(shard_sizes(n, ranks))) for n, start in zip(lengths, starts, strict=False)
-    ]
-    return torch.cat([of_stream[rank] for rank in range(ranks) for of_stream in parts]).to(device)
-
-
-def _unknown(path: str, block: nn.Module, kinds: Iterable[frozenset[tuple[str, str]]]) -> LongspanError:
-    """Return the error of a block that consists of what no block of the small copy has."""
-    others = sorted(made_of(block).difference(*kinds)) or [("", type(block).__name__)]
-    name, kind = next(((name, kind) for name, kind in others if name.endswith("()")), others[0])
-    if name.endswith("()"):
-        return LongspanError(
-            f"{path}.{name[:-2]} has the attention processor {kind}, which longspan does not know there; use the one "
-            f"that diffusers sets"
-        )
-    return LongspanError(f"{path} has another {name or kind} ({kind}) than diffusers makes from its config")
+    return map_tensors(value, one)

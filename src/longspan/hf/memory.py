@@ -43,9 +43,10 @@ from longspan.memory.head_slices import HeadCut, SlicedAttention
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
 from longspan.memory.tiles import Tiled
+from longspan.plan.cost.slices import slices_of_layers
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
-from longspan.plan.job import Job
+from longspan.plan.job import CostContext, Job
 from longspan.plan.memory_options import choose_memory, fixed_options
 from longspan.plan.tower import PictureShape
 
@@ -104,14 +105,8 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
 
 
-class AutoMemory:
-    """Choose memory options by the planner, for the memory that is free at the first forward.
-
-    Tensors besides the model that are on the GPU before `parallelize` count as `taken`. Later ones do not: they may be
-    the optimizer's states, which the plan contains.
-
-    `most_tokens`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
-    """
+class PlannedModel:
+    """A model and how its ranks train it, for the planner."""
 
     def __init__(
         self,
@@ -122,9 +117,7 @@ class AutoMemory:
         style: TensorStyle,
         experts: Experts = 1,
     ) -> None:
-        self.sp, self.most_tokens, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
-        self.replicas_differ = sp.data_size > 1
-        self.shape, self.taken = shape_of_model(model), bytes_of_other_tensors(model, sp.device)
+        self.sp, self.shape = sp, shape_of_model(model)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
         self.job = Job(
             context=1,
@@ -133,6 +126,33 @@ class AutoMemory:
             parallel=dataclasses.replace(sp.parallel, tensor_style=style, experts=experts),
             fused=sp.device.type != "cuda" or has_fla(),
         )
+
+    def slices(self, local_tokens: int, memory: Memory) -> tuple[int, ...]:
+        """Return the number of slices of heads of each layer, for a batch with so many tokens on each rank."""
+        job = dataclasses.replace(
+            self.job,
+            context=local_tokens * self.sp.size,
+            batch=self.sp.data_size,
+            memory=memory,
+            documents=self.sp.ring_size > 1,  # with which a ring holds most blocks
+        )
+        return slices_of_layers(CostContext(self.shape, job))
+
+
+class AutoMemory(PlannedModel):
+    """Choose memory options by the planner, for the memory that is free at the first forward.
+
+    Tensors besides the model that are on the GPU before `parallelize` count as `taken`. Later ones do not: they may be
+    the optimizer's states, which the plan contains.
+
+    `most_tokens`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
+    """
+
+    def __init__(self, model: PreTrainedModel, sp: SequenceSharding, *args: Any) -> None:
+        super().__init__(model, sp, *args)
+        self.most_tokens, self.size, self.patches = 0, (1, 0), [0] * len(MODALITIES)
+        self.replicas_differ = sp.data_size > 1
+        self.taken = bytes_of_other_tensors(model, sp.device)
         self.hardware: Hardware | None = None
 
     def for_batch(
@@ -201,8 +221,9 @@ class AutoMemory:
 class MemoryManager(Stage):
     """Apply memory options to a model, its attention layers bound, before FSDP, and change them before a forward.
 
-    Saved activations are offloaded to `store`; None: they stay on the device. `auto` chooses options for each batch
-    larger than all before; None: they stay.
+    Saved activations are offloaded to `store`; None: they stay on the device. `planned` tells in how many slices of
+    heads each layer runs; None: in as many as are asked for. If it is `AutoMemory`, it chooses options for each batch
+    larger than all before.
     """
 
     def __init__(
@@ -211,9 +232,10 @@ class MemoryManager(Stage):
         sp: SequenceSharding,
         memory: Memory,
         store: Store | None,
-        auto: AutoMemory | None,
+        planned: PlannedModel | None,
     ) -> None:
-        self.auto, self.sp = auto, sp
+        self.planned, self.sp = planned, sp
+        self.auto = planned if isinstance(planned, AutoMemory) else None
         self.modules, self.layers = modules, modules.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
         self.groups = LayerGroups(last=self.layers[-1])  # of layers that share a checkpoint
@@ -221,7 +243,7 @@ class MemoryManager(Stage):
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
         self.sliced = dict[str, SlicedAttention]()
-        self.sliceable = auto is not None and bool(modules.head_cuts(0, sp))
+        self.sliceable = self.auto is not None and bool(modules.head_cuts(0, sp))
         self.set(memory, store, "as parallelize was asked")
 
     def set(self, memory: Memory, store: Store | None, why: str) -> None:
@@ -236,8 +258,7 @@ class MemoryManager(Stage):
         for act in self.activations:
             act.on = not memory.tiled
         self._slice_heads(memory.head_slices)
-        for norm in self.norms:
-            norm.uncomputed = norm.uncomputed or None  # with other options it has other readers
+        self._forget_readers()
         for block in self.modules.tower:
             set_checkpointing(block, on=memory.checkpointing != "none")
         self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.checkpointing == "grouped")
@@ -264,6 +285,7 @@ class MemoryManager(Stage):
     def _slice_heads(self, asked: int) -> None:
         """Let attention layers run in `asked` slices of their heads; 0: as many as `slices_of` returns."""
         cuts = dict[str, HeadCut]()
+        self.most_tokens = 0  # of the batches that `_fit_slices` has seen
         if asked != 1 and self.bindings:
             cuts = self.modules.head_cuts(asked, self.sp)
         for path in cuts.keys() - self.sliced.keys():
@@ -271,6 +293,23 @@ class MemoryManager(Stage):
             self.sliced[path] = SlicedAttention(module, path, module.longspan_layer, _has_cache)
         for path, sliced in self.sliced.items():
             sliced.cut = cuts.get(path)
+
+    def _fit_slices(self, local_tokens: int) -> None:
+        """Let each layer run in as few slices as keep the peak, if a batch has more tokens than all before."""
+        if self.options.head_slices or self.planned is None or not self.sliced or local_tokens <= self.most_tokens:
+            return
+        self.most_tokens = local_tokens
+        counts = self.planned.slices(local_tokens, self.options)
+        for layer, count in zip(self.layers, counts, strict=True):
+            cuts = self.modules.head_cuts(count, self.sp)
+            for path in (path for path in self.sliced if path.startswith(f"{self.modules.names[layer]}.")):
+                self.sliced[path].cut = cuts.get(path)
+        self._forget_readers()
+
+    def _forget_readers(self) -> None:
+        """Let norms whose output is computed whole find out anew who reads it."""
+        for norm in self.norms:
+            norm.uncomputed = norm.uncomputed or None
 
     def _tiled(self, mlp: nn.Module) -> Tiled:
         width = max(max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1)
@@ -298,6 +337,8 @@ class MemoryManager(Stage):
     def before(self, call: ForwardCall) -> None:
         if call.model.training and self.auto is not None and self._set_for_batch(call, self.auto):
             on_every_rank(lambda: self._reserve(call), self.auto.sp.world_group)
+        if call.model.training:
+            self._fit_slices(call.info.rows * call.info.local_length)
         if call.wants_router_loss and self.options.tiled and not any(mlp.routers for mlp in self.mlps):
             raise LongspanError(
                 "output_router_logits=True needs the routers' logits of all tokens, and no router was found in the "

@@ -145,7 +145,7 @@ def parallelize(
     _prepare_weights_and_dropout(inner, sp, options)
     traits = ModelTraits(inner)
     attention, mixers = AttentionLayers(inner, kernel, memory), MixerLayers(inner)
-    memory_manager = MemoryManager(checked.modules, sp, memory, checked.store, checked.auto)
+    memory_manager = MemoryManager(checked.modules, sp, memory, checked.store, checked.planned)
     head = head_of(inner)
     batches, model_changes = _consistency_checks(model, sp, options, checked)
     rules = checked.tensor_rules

@@ -29,7 +29,7 @@ from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import check_choice, check_count, check_flag, format_value
 from longspan.hf.forward.float8 import check_float8
-from longspan.hf.memory import AutoMemory, MemoryModules
+from longspan.hf.memory import AutoMemory, MemoryModules, PlannedModel
 from longspan.hf.model.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
 from longspan.hf.model.vision import core_of
 from longspan.hf.state import is_parallelized
@@ -93,9 +93,10 @@ class Checked:
             inner, options.experts, ranks=sp.fsdp_size, tensor=sp.tensor_size, fsdp=options.fsdp
         )
         heads_of_ranks(inner, sp)
-        self.auto: AutoMemory | None = None
-        if options.memory == "auto":
-            self.auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
+        self.planned: PlannedModel | None = None
+        if options.memory == "auto" or memory.head_slices == 0:
+            kind = AutoMemory if options.memory == "auto" else PlannedModel
+            self.planned = kind(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
         check_cpu_offload(sp.device, memory.cpu_offload)
         self.store = store_for(memory, sp.device)  # of offloaded activations
 

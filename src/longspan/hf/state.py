@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.diffusion.check import Known
+    from longspan.diffusion.tokens import Tokens
     from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
     from longspan.hf.forward.mixers import MixerLayers
@@ -48,7 +48,7 @@ class DiffusionState:
     sp: SequenceSharding
     attention: str  # how tokens of different ranks attend to each other
     gradients: GradientAverage | None  # None with FSDP or on one rank
-    known: Known | None  # of a model whose ranks keep their tokens of the output
+    tokens: Tokens
 
 
 def is_parallelized(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -174,8 +175,8 @@ class IndexedLayer(ChoosingLayer):
             seen = max(last[block])
             mine = {key: _of_queries(x, block) for key, x in given.items()}
             scores_BQN = self._scores(mine, keys_BND[:, :seen])
-            rest = scores_BQN.new_full((*scores_BQN.shape[:2], N - seen), -math.inf)
-            parts.append(self._top(torch.cat([scores_BQN, rest], 2), mask, i[block]))
+            parts.append(self._top(F.pad(scores_BQN, (0, N - seen), value=-math.inf), mask, i[block]))
+            del scores_BQN  # before the next block's are made
         return torch.cat(parts, 1)
 
     def _top(self, scores_BQN: Tensor, mask: Mask, i: Tensor) -> Tensor:

@@ -45,18 +45,16 @@ def refuse_copies(model: nn.Module) -> None:
     model.__deepcopy__ = deepcopy  # type: ignore[assignment]
 
 
-def refuse_saving_shards(model: nn.Module, inner: nn.Module) -> None:
-    """Make `save_pretrained` and `push_to_hub` raise on every rank; transformers would on the first."""
+def refuse_saving_shards(model: nn.Module, inner: nn.Module, fix: str = _SAVE) -> None:
+    """Make `save_pretrained` and the like raise on every rank; libraries would on the first, or write shards."""
     for each in {id(model): model, id(inner): inner}.values():
-        for name in ("save_pretrained", "push_to_hub"):
+        for name in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
             if hasattr(each, name):
-                setattr(each, name, functools.partial(_cannot_save, name))
+                setattr(each, name, functools.partial(_cannot_save, name, fix))
 
 
-def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
-    raise LongspanError(
-        f"{method} cannot save shards, and the weights of this model are sharded; {_SAVE}", code="LS404"
-    )
+def _cannot_save(method: str, fix: str, *_: Any, **__: Any) -> NoReturn:
+    raise LongspanError(f"{method} cannot save shards, and the weights of this model are sharded; {fix}", code="LS404")
 
 
 _SEARCHES = 3  # first training forwards that search for optimizers

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,108 +109,100 @@ def _candidates(
         return
     vision = next((c for n in ("vision_config", "vq_config") if (c := getattr(config, n, None)) is not None), config)
 
-    def first(*keys: str, default: Any = None) -> Any:
+    def first(*keys: str, default: int) -> int:
         found = (x for c in (vision, config) for key in keys if (x := getattr(c, key, None)))
         x = next(found, default)
-        return x[0] if isinstance(x, list | tuple) else x
+        return int(x[0] if isinstance(x, list | tuple) else x)
 
-    patch, channels = (
-        first("patch_size", "spatial_patch_size", default=4),
-        first("in_channels", "num_channels", default=3),
-    )
-    side, merge = first("image_size", "resolution", default=16), 2 * (first("spatial_merge_size", "merge_size") or 1)
-    frames = first("temporal_patch_size", "patch_temporal", "video_temporal_patch_size", default=1)
-    merges = dict.fromkeys([merge, first("pooling_kernel_size", "downsample_factor", "scale_factor", default=2), 4, 6])
-    for each in merges:
-        yield from _pictures(names, number, draw, patch, channels, side, each, frames, modality, shown)
-
-
-def _pictures(
-    names: list[str], number: int, draw: torch.Generator, patch: int, channels: int, side: int, merge: int, frames: int,
-    modality: str, shown: int,
-) -> Iterator[dict[str, Tensor]]:  # fmt: skip
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    pixels, others = names[0], names[1:]
-    grid = next((n for n in others if n.endswith(("grid_thw", "grid_hw"))), None)
-    t = 1 if modality == "image" else shown
-    h, w = merge, 2 * merge
-    if grid is not None:
-        axes = [t, h, w] if grid.endswith("thw") else [h, w]
-        count = math.prod(axes) * number
-        more = {grid: torch.tensor([axes] * number)}
-        if any(n.endswith("merge_sizes") for n in others):
-            more[next(n for n in others if n.endswith("merge_sizes"))] = torch.tensor(
-                [2 if modality == "video" else 1] * number
-            )
-        for depth in dict.fromkeys((frames, 1, 2)):
-            yield {pixels: noise(count, channels * depth * patch**2), **more}
-            yield {pixels: noise(count, channels, depth, patch, patch), **more}
-        yield {pixels: noise(count, channels, patch, patch), **more}
-        return
-    if any("target_sizes" in n for n in others):
-        sizes = torch.tensor([[h, w]] * number)
-        for name in (n for n in others if "target_sizes" in n):
-            yield {pixels: noise(1, channels, patch, patch * h * w * number), name: sizes}
-            yield {pixels: noise(number, channels, patch, patch * h * w), name: sizes}
-            yield {pixels: noise(number, channels, h * patch, w * patch), name: sizes}
-    if "spatial_shapes" in others:
-        mask = torch.ones(number, h * w, dtype=torch.int64)
-        yield {pixels: noise(number, h * w, channels * patch**2), "spatial_shapes": torch.tensor([[h, w]] * number),
-               "pixel_attention_mask": mask}  # fmt: skip
-    if any(n.endswith("position_ids") for n in others):
-        name = next(n for n in others if n.endswith("position_ids"))
-        at = torch.tensor(list(itertools.product(range(2 * merge), range(2 * merge))))
-        of = number * t
-        extra: dict[str, Tensor] = (
-            {"num_frames_per_video": torch.tensor([t] * number)} if "num_frames_per_video" in others else {}
+    merge = 2 * first("spatial_merge_size", "merge_size", default=1)
+    for each in dict.fromkeys(
+        [merge, first("pooling_kernel_size", "downsample_factor", "scale_factor", default=2), 4, 6]
+    ):
+        sizes = _Sizes(
+            number=number,
+            frames=1 if modality == "image" else shown,
+            channels=first("in_channels", "num_channels", default=3),
+            side=first("image_size", "resolution", default=16),
+            patch=first("patch_size", "spatial_patch_size", default=4),
+            depth=first("temporal_patch_size", "patch_temporal", "video_temporal_patch_size", default=1),
+            merge=each,
         )
-        for size in dict.fromkeys((patch, patch * merge // 2, patch * merge)):
-            width = channels * size**2
-            yield {pixels: noise(of, len(at), width), name: at.expand(of, -1, -1).contiguous(), **extra}
-    if "image_token_pooling" in others or "video_token_pooling" in others:
-        s = side // patch
-        pool = torch.arange(s * s).view(s // 2, 2, s // 2, 2).permute(0, 2, 1, 3).reshape(-1, 4)
-        pool = torch.cat([pool + i * s * s for i in range(number)])
-        name = next(n for n in others if n.endswith("pooling"))
-        grids = next(n for n in others if n.endswith("grids"))
-        axes = [s // 2, s // 2, 0, 0] if modality == "image" else [1, s // 2, s // 2]
-        yield {pixels: noise(number, s * s, channels * patch**2), name: pool, grids: torch.tensor([axes] * number)}
-    if modality == "video":
-        for depth in dict.fromkeys((2, 4, frames, 8)):
-            yield {pixels: noise(number, depth, channels, side, side)}
-            yield {pixels: noise(number, channels, depth, side, side)}
-    sized: dict[str, Tensor] = {"image_sizes": torch.tensor([[side, side]] * number)} if "image_sizes" in others else {}
+        video = modality == "video"
+        for more, *shapes in (*_patches(names[1:], sizes, video), *_pictures(names[1:], sizes, video, draw)):
+            for shape in shapes:
+                yield {names[0]: torch.randn(shape, generator=draw), **more}
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of small pictures."""
+
+    number: int  # pictures
+    frames: int  # of each, in a grid
+    channels: int
+    side: int  # of a whole picture, in pixels
+    patch: int
+    depth: int  # frames in a patch
+    merge: int  # side of what one embedding covers, in patches
+
+
+def _named(others: list[str], *ends: str) -> str | None:
+    return next((key for key in others if key.endswith(ends)), None)
+
+
+def _patches(others: list[str], s: _Sizes, video: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield entries of a batch beside the patches of pictures, and shapes that the patches may have with them."""
+    n, c, patch, h, w = s.number, s.channels, s.patch, s.merge, 2 * s.merge
+    if (key := _named(others, "grid_thw", "grid_hw")) is not None:
+        axes = [s.frames, h, w] if key.endswith("thw") else [h, w]
+        count = math.prod(axes) * n
+        more = {key: torch.tensor([axes] * n)}
+        if (key := _named(others, "merge_sizes")) is not None:
+            more[key] = torch.tensor([2 if video else 1] * n)
+        shapes = [x for d in dict.fromkeys((s.depth, 1, 2)) for x in ((c * d * patch**2,), (c, d, patch, patch))]
+        yield more, *((count, *shape) for shape in (*shapes, (c, patch, patch)))
+    for key in (key for key in others if "target_sizes" in key):
+        strips = (1, c, patch, patch * h * w * n), (n, c, patch, patch * h * w)
+        yield {key: torch.tensor([[h, w]] * n)}, *strips, (n, c, h * patch, w * patch)
+    if "spatial_shapes" in others:
+        mask = torch.ones(n, h * w, dtype=torch.int64)
+        more = {"spatial_shapes": torch.tensor([[h, w]] * n), "pixel_attention_mask": mask}
+        yield more, (n, h * w, c * patch**2)
+    if (key := _named(others, "position_ids")) is not None:
+        at = torch.tensor(list(itertools.product(range(w), range(w))))
+        more = {key: at.expand(n * s.frames, -1, -1).contiguous()}
+        more |= {"num_frames_per_video": torch.tensor([s.frames] * n)} if "num_frames_per_video" in others else {}
+        for size in dict.fromkeys((patch, patch * s.merge // 2, patch * s.merge)):
+            yield more, (n * s.frames, len(at), c * size**2)
+    if (key := _named(others, "token_pooling")) is not None:
+        patches = s.side // patch
+        half = patches // 2
+        pool = torch.arange(patches**2).view(half, 2, half, 2).permute(0, 2, 1, 3).reshape(-1, 4)
+        grid = torch.tensor([[1, half, half] if video else [half, half, 0, 0]] * n)
+        more = {key: torch.cat([pool + i * patches**2 for i in range(n)]), str(_named(others, "grids")): grid}
+        yield more, (n, patches**2, c * patch**2)
+
+
+def _pictures(others: list[str], s: _Sizes, video: bool, draw: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    """Yield entries of a batch beside whole pictures, and shapes that their pixels may have with them."""
+    n, c, whole = s.number, s.channels, (s.channels, s.side, s.side)
+    if video:
+        for d in dict.fromkeys((2, 4, s.depth, 8)):
+            yield {}, (n, d, *whole), (n, c, d, s.side, s.side)
+    sized = {"image_sizes": torch.tensor([[s.side, s.side]] * n)} if "image_sizes" in others else {}
     if sized:
-        yield {pixels: noise(number, 2, channels, side, side), **sized}
-        yield {
-            pixels: noise(number, 3, channels, side, side),
-            **sized,
-            "image_sizes": torch.tensor([[side, 2 * side]] * number),
-        }
+        yield sized, (n, 2, *whole)
+        yield {"image_sizes": torch.tensor([[s.side, 2 * s.side]] * n)}, (n, 3, *whole)
     if "pixel_attention_mask" in others:
-        yield {
-            pixels: noise(1, number, channels, side, side),
-            "pixel_attention_mask": torch.ones(1, number, side, side, dtype=torch.int64),
-        }
-        yield {
-            pixels: noise(1, number, channels, side, side),
-            "pixel_attention_mask": torch.ones(1, number, dtype=torch.bool),
-        }
+        for mask in (torch.ones(1, n, s.side, s.side, dtype=torch.int64), torch.ones(1, n, dtype=torch.bool)):
+            yield {"pixel_attention_mask": mask}, (1, n, *whole)
     if "high_res_pixel_values" in others:
-        yield {
-            pixels: noise(number, channels, side, side),
-            "high_res_pixel_values": noise(number, channels, 2 * side, 2 * side),
-        }
-        yield {
-            pixels: noise(number, channels, side, side),
-            "high_res_pixel_values": noise(number, channels, side, side),
-        }
-    yield {pixels: noise(number, channels, side, side), **sized}
-    yield {pixels: noise(number, channels, side, side)}
-    yield {pixels: noise(number, 1, channels, side, side), **sized}
-    yield {pixels: noise(number, (side // patch) ** 2, channels * patch**2)}
+        for side in (2 * s.side, s.side):
+            yield {"high_res_pixel_values": torch.randn(n, c, side, side, generator=draw)}, (n, *whole)
+    yield sized, (n, *whole)
+    yield {}, (n, *whole)
+    yield sized, (n, 1, *whole)
+    yield {}, (n, (s.side // s.patch) ** 2, c * s.patch**2)
 
 
 def _sounds(config: Any, names: list[str], number: int, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:

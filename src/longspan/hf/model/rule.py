@@ -241,6 +241,7 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
             independent = False
         encoder = dataclasses.replace(encoder, apart=independent, frames=frames)
         sizes = [len(x) for x in apart] if independent else sizes_in(whole)
+        _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
         try:
             counted = sum(encoder.units(core, given).rows)
         except Exception as error:  # of any kind
@@ -248,7 +249,6 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
                 f"makes embeddings of its {modality}s whose number is known too late ({first_line(error)[:120]})"
             ) from error
         assert counted == len(rows), (counted, len(rows))
-        _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
     return encoder
 
 

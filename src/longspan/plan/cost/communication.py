@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from longspan.core.tile_sizes import DIVERGENCE_TENSORS, NARROW_PARTS, head_tile, layers_per_checkpoint, most_mlp_tiles
 from longspan.plan.cost.saved import mlp_tiles
+from longspan.plan.cost.slices import layers_by_slices
 from longspan.plan.cost.weights import (
     ROWS,
     block_weights_sent,
@@ -112,8 +113,8 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
     sums = 1 if once else micro
     if c.teacher is not None:
         yield from _times(_of_teacher(c.teacher), micro)
-    for layer, layers in c.model.layer_kinds:
-        yield from _times(method_sent(layer, c), layers * micro)
+    for layer, of_slices, layers in layers_by_slices(c):
+        yield from _times(method_sent(layer, of_slices), layers * micro)
         others = (sent for sent in layer_tensor_sent(layer, c.of_layer(layer)) if not sent.method)
         weights = [*others, *layer_weights_sent(layer, c)]
         for sent in weights:

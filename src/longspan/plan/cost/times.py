@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
 from longspan.plan.cost.peak_memory import Offloaded
 from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
+from longspan.plan.cost.slices import layers_by_slices
 from longspan.plan.cost.weights import (
     block_weights_sent,
     layer_weights_sent,
@@ -201,10 +202,10 @@ def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
     micro = c.micro_batches
     sums = 1 if sums_gradients_once(c, hardware) else micro
     compute, hidden, first_gather = head_seconds(c, hardware), 0.0, 0.0
-    for layer, count in c.model.layer_kinds:
-        computing = layer_seconds(layer, c, hardware)
+    for layer, of_slices, count in layers_by_slices(c):
+        computing = layer_seconds(layer, of_slices, hardware)
         compute += count * (computing.forward + computing.backward)
-        hidden += count * micro * hidden_layer_seconds(layer, computing, c, hardware)
+        hidden += count * micro * hidden_layer_seconds(layer, computing, of_slices, hardware)
         # While a layer computes, the next layer's weights are gathered, and the last one's gradients scattered.
         weights = layer_weights_sent(layer, c)
         if not weights:

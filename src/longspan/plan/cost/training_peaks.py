@@ -10,6 +10,7 @@ Letters: b bytes per element, d hidden size, t tensor ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from longspan.core.tile_sizes import HEAD_ROWS, NARROW_PARTS, head_tile
@@ -46,26 +47,48 @@ Peak = dict[str, int]
 
 def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     """Return the peak candidates; `once`: whether gradients of all micro-batches are summed over the ranks once."""
-    w, hidden = _Weights(c, once), c.tokens * c.d * c.b // c.hidden_shards
-    # Cosines and sines of the rank's positions, which all layers share.
-    dims = (c.model.positions.dims or 0) if c.model.positions.rotary else 0
-    tables = SavedActivations(hidden=2 * dims * c.tokens * c.b)
-    at_loss, last, before, first = (saved + tables for saved in saved_in_a_step(c))
+    w, hidden = _Weights(c, once), _hidden_bytes(c)
+    at_loss = saved_in_a_step(c)[0] + _tables(c)
     final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
     in_loss, in_head = ({**(at_loss + final_norm).items(), **each, "hidden": hidden} for each in w.loss_and_head())
     in_loss["logits"] = _logits_bytes(c)
     if (teacher := c.teacher) is not None:  # its hidden states and its head
         in_loss["hidden"] += teacher.tokens * teacher.d * c.b // c.hidden_shards
         in_loss["gathered_weights"] += gathered_bytes(teacher, 0, heads=1)
-    phases = _layer_phases(c, hidden)
-    in_layers = [
-        {**(saved - freed).items(), **weights, **items, "gradients": weights["gradients"] + items.get("gradients", 0)}
-        for saved, weights in zip((last, before, first), w.around_layers(), strict=True)
-        for freed, items in phases
-    ]
+    in_layers = itertools.chain.from_iterable(_in_layers(c, w))
     peaks = [in_loss, in_head, *in_layers, *w.outside_layers(), *w.tower_backward()]
     held = held_by_tower(c)  # the tower's backward is the last
     return [{**peak, "vision": held + peak.get("vision", 0)} for peak in peaks]
+
+
+def peaks_in_attention(c: CostContext) -> list[int]:
+    """Return the peak bytes in the backward of attention: of the last layer, the one before it, and the first."""
+    return [sum(phases[-1].values()) for phases in _in_layers(c, _Weights(c, once=False))]
+
+
+def _in_layers(c: CostContext, w: _Weights) -> Iterator[list[Peak]]:
+    """Yield the peak candidates in the backward of the last layer, the one before it, and the first."""
+    phases = _layer_phases(c, _hidden_bytes(c))
+    for saved, weights in zip(saved_in_a_step(c)[1:], w.around_layers(), strict=True):
+        yield [
+            {
+                **(saved + _tables(c) - freed).items(),
+                **weights,
+                **items,
+                "gradients": weights["gradients"] + items.get("gradients", 0),
+            }
+            for freed, items in phases
+        ]
+
+
+def _hidden_bytes(c: CostContext) -> int:
+    return c.tokens * c.d * c.b // c.hidden_shards
+
+
+def _tables(c: CostContext) -> SavedActivations:
+    """Return the cosines and sines of the rank's positions, which all layers share."""
+    dims = (c.model.positions.dims or 0) if c.model.positions.rotary else 0
+    return SavedActivations(hidden=2 * dims * c.tokens * c.b)
 
 
 def accumulated_bytes(c: CostContext, once: bool) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from longspan.core.cache import is_sharded, tokens_per_rank
 from longspan.core.layout import Layout
-from longspan.core.tile_sizes import INDEXED_TILE
+from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Buffers, Sent, TokenMixing
 
@@ -77,11 +77,21 @@ class Indexed(TokenMixing):
             scored, chosen = _most_pairs(c.layout, n, self.top_k)
         return c.sequences * (chosen * self._of_chosen + scored * self._of_scored)
 
+    def _scored(self, context: int) -> tuple[int, int]:
+        """Return how many keys an indexer scores for a query, and the tensors of scores that it holds at a time."""
+        return context, 2
+
     def _tile(self, c: CostContext) -> int:
-        """Return the bytes of a tile's copies: what it reads in fp32, its gradient, and scores."""
-        read = self.seen(c.job.context) * (self.width + 2 * self.q_heads)
-        rows = c.tokens * max(read, c.job.context * self.index_heads)
-        return 3 * 4 * min(INDEXED_TILE[False], rows)
+        """Return the bytes of a tile: an indexer's scores; or what attention reads, with its backward.
+
+        That holds elements, their gradient in fp32 and a product in it, 8 bytes of each score, and 24 of an index.
+        """
+        seen, (scored, held) = self.seen(c.job.context), self._scored(c.job.context)
+        scores = c.sequences * scored * self.index_heads
+        rows = min(c.tokens, rows_of_tile(INDEXED_TILE, seen * (self.width + 2 * self.q_heads), on_cpu=False))
+        read = seen * (self.width * (4 + 2 * c.b) + 8 * self.q_heads + 24 * self.kv_heads)
+        scores *= min(c.sequence_tokens, rows_of_tile(INDEXED_TILE, scores, on_cpu=False))
+        return max(4 * held * scores, rows * read)
 
     # Communication.
 
@@ -218,6 +228,9 @@ class Compressed(Indexed):
     @property
     def cached_per_token(self) -> int:
         return 0
+
+    def _scored(self, context: int) -> tuple[int, int]:
+        return context // self.rate, 3
 
     def seen(self, context: int) -> int:
         entries = context // self.rate
