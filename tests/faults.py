@@ -392,6 +392,8 @@ FAULTS = (
           "gradients = 0 * sides if", "tests/attn/test_live_bytes.py -k packed_documents"),
     Fault("saved_norm_forgotten", "plan/cost/saved.py", "* in_attention, normed + mlp_input * in_mlp",
           "* in_attention, mlp_input * in_mlp", "tests/plan/test_memory.py -k exact"),
+    Fault("many_gpus_try_few_options", "plan/memory_options.py", "for few in (True, False) if", "for few in (True,) if",
+          "tests/plan/test_memory_options.py -k many_gpus"),
     Fault("elastic_row_predicts_the_next_sample", "elastic/batches.py",
           "labels[starts.to(labels.device)] = IGNORE", "pass", "tests/elastic/test_elastic.py -k equals_one_process"),
     Fault("elastic_idle_rank_trains", "elastic/batches.py", '"labels": nothing + IGNORE', '"labels": nothing',

@@ -12,6 +12,7 @@ import pytest
 from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.core.rope import ModelPositions
 from longspan.plan import CATALOGUE, Hardware, Job, ParallelConfig, cost, longest_context, read_hardware, read_model
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.saved import (
@@ -173,6 +174,15 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert short == FASTEST and "does not fit" not in nothing_faster
     fixed, _ = choose_memory(LLAMA, job.on(**mesh.degrees), H100, {"checkpointing": "full", "head_slices": 2})
     assert (fixed.checkpointing, fixed.head_slices) == ("full", 2)
+
+
+def test_on_many_gpus_all_options_are_tried_if_the_few_do_not_fit() -> None:
+    job = Job(context=1 << 24, batch=64).on(data=64, ring=4, ulysses=8)
+    few = combinations(job, H100, few=True)
+    unlimited = replace(LLAMA, positions=ModelPositions())
+    assert not any(cost(unlimited, replace(job, memory=memory), H100).fits for memory in few)
+    found, _ = choose_memory(unlimited, job, H100)
+    assert found not in few and cost(unlimited, replace(job, memory=found), H100).fits
 
 
 def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:

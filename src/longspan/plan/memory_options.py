@@ -3,13 +3,13 @@
 `longspan.parallelize(memory="auto")` calls `choose_memory` for each batch larger than all before, and `longspan train`
 with `memory: auto` once, for the run's context (train/resolve.py): before the ranks start, and again on every rank; the
 ranks compare the results. The search covers up to 48 combinations; `head_slices` is 1 or 0 (automatic). For more than
-1,024 GPUs it covers eight.
+1,024 GPUs it covers eight first, and all only if none of these fits.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,12 +80,22 @@ def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, 
     return every
 
 
-def fastest_that_fits(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan | None:
-    """Return the plan of the fastest combination that fits, with the reason as its decision; None if nothing fits."""
-    few = job.parallel.ranks > MOST_GPUS_WITH_OPTIONS
-    plans = _plans(model, job, hardware, combinations(job, hardware, fixed, few=few))
-    if not any(plan.fits for plan in plans):
-        return None
+def _options_in_use(plan: Plan) -> int:
+    return len(changed(plan.job.memory))
+
+
+def chosen_plan(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
+    """Return the plan of the fastest combination that fits, with the reason as its decision.
+
+    If nothing fits, return the plan that needs least of the GPU's memory, without a decision.
+    """
+    plans: list[Plan] = []
+    for few in (True, False) if job.parallel.ranks > MOST_GPUS_WITH_OPTIONS else (False,):
+        plans = [Plan(model, replace(job, memory=m), hardware) for m in combinations(job, hardware, fixed, few=few)]
+        if any(plan.fits for plan in plans):
+            break
+    else:
+        return min(plans, key=lambda plan: plan.memory_total_bytes)
 
     def order(plan: Plan) -> tuple[float, int]:
         # Of combinations with the same time, to four digits, prefer the fewest memory options.
@@ -107,33 +117,10 @@ def fastest_that_fits(model: ModelShape, job: Job, hardware: Hardware, fixed: Fi
     return replace(plan, decisions=(why,))
 
 
-def _plans(model: ModelShape, job: Job, hardware: Hardware, options: Iterable[Memory]) -> list[Plan]:
-    return [Plan(model, replace(job, memory=memory), hardware) for memory in options]
-
-
-def _options_in_use(plan: Plan) -> int:
-    return len(changed(plan.job.memory))
-
-
-def least_memory(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
-    """Return the plan that needs least of the GPU's memory."""
-    plans = _plans(model, job, hardware, combinations(job, hardware, fixed))
-    return min(plans, key=lambda plan: plan.memory_total_bytes)
-
-
-def chosen_plan(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
-    """Return the plan with the memory options of `fastest_that_fits`; if nothing fits, the plan that needs least."""
-    chosen = fastest_that_fits(model, job, hardware, fixed)
-    if chosen is None:
-        return least_memory(model, job, hardware, fixed)
-    plan = cost(model, chosen.job, hardware)
-    return plan if plan.job.memory == FASTEST else replace(plan, decisions=chosen.decisions)
-
-
 def search_memory_options(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
 ) -> Search:
-    """Return `longspan.plan.search.search`, each mesh with the memory options of `fastest_that_fits`."""
+    """Return `longspan.plan.search.search`, each mesh with the memory options of `chosen_plan`."""
 
     def plan_of(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
         return chosen_plan(model, job, hardware, fixed)
@@ -154,15 +141,14 @@ def choose_memory(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed 
     problem = positions_refusal(model, job) or mesh_refusal(model, job)
     if problem is not None:
         raise LongspanError(problem)
-    plan = fastest_that_fits(model, job, hardware, fixed)
-    if plan is not None:
+    plan = chosen_plan(model, job, hardware, fixed)
+    if plan.fits:
         return plan.job.memory, plan.decisions[0]
-    least = least_memory(model, job, hardware, fixed)
     suggestions = find_suggestions(model, job, job.parallel.ranks, hardware, fixed, chooses=True)
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {job.parallel} of {hardware.name} with any memory options: with "
-        f"{least.job.memory.describe()} it still {least.short_of(0)[0]}. Item by item: "
-        f"{format_items(least.memory_bytes)}. {suggestions.describe()}",
+        f"{plan.job.memory.describe()} it still {plan.short_of(0)[0]}. Item by item: "
+        f"{format_items(plan.memory_bytes)}. {suggestions.describe()}",
         code="LS105",
     )
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from longspan.core.errors import LongspanError
 from longspan.core.experts import divisors
 from longspan.core.formatting import size
+from longspan.core.memory import FASTEST
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
@@ -157,7 +158,8 @@ class Plan:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What the user should know: decisions, cautions, what offload takes of the host."""
-        return (*self.decisions, *self.cautions, *self._offload_notes())
+        decisions = () if self.job.memory == FASTEST else self.decisions
+        return (*decisions, *self.cautions, *self._offload_notes())
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:

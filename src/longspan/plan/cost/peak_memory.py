@@ -16,7 +16,7 @@ from longspan.plan.cost.saved import checkpoint_bytes, mlp_tiles
 from longspan.plan.cost.training_peaks import accumulated_bytes, training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import ALL_TO_ALL_BYTES, COMMUNICATOR_BYTES, Hardware
-from longspan.plan.job import CostContext, Job
+from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Buffers, Mlp, TokenMixing
 
 ITEMS = {
@@ -235,18 +235,8 @@ def _staged(c: CostContext, generated: int, chunk: int | None, step: int) -> int
     return max((sum(pair) for pair in pairs), default=0)
 
 
-def fetched_bytes(stored: int, job: Job) -> float:
-    """Return what a step fetches of a layer's cache of `stored` bytes: every chunk what the chunks before it stored; a
-    token all.
-    """
-    return stored * (job.forwards - 1) / 2 if job.mode == "prefill" else float(stored)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What memory options move to the host's memory, which the GPUs of a node share.
-
-HOST_ITEMS = ("weights", "optimizer", "gradients", "activations", "kv_cache")
-"""What a rank may hold in its host's memory."""
 
 HOST_SHARE = 0.9
 """Fraction of a node's memory that ranks may fill: the system, processes and the file cache need the rest."""
@@ -256,7 +246,7 @@ HOST_SHARE = 0.9
 class Offloaded:
     """What is stored outside a GPU."""
 
-    host_bytes: dict[str, int]  # of one rank in its host's memory, by item (`HOST_ITEMS`)
+    host_bytes: dict[str, int]  # of one rank in its host's memory, by item
     ranks_per_node: int  # ranks that share a host
 
     @property
@@ -273,13 +263,13 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     """Return the bytes outside the GPU."""
     job = c.job
     train, host = job.mode == "train", dict[str, int]()
-    if not train and job.cache.offload == "host":
-        host["kv_cache"] = key_value_bytes(c)
     if c.on_host:
         host |= weights_at_rest(c)
         if train:
             host["gradients"] = trained_elements(c) * 4
     if train and c.offloads:
         host["activations"] = checkpoint_bytes(c)
-    host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
+    if not train and job.cache.offload == "host":
+        host["kv_cache"] = key_value_bytes(c)
+    host = {name: nbytes for name, nbytes in host.items() if nbytes}
     return Offloaded(host, min(c.mesh.ranks, hardware.gpus_per_node))

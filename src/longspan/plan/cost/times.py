@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
-from longspan.plan.cost.peak_memory import Offloaded, fetched_bytes
+from longspan.plan.cost.peak_memory import Offloaded
 from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
 from longspan.plan.cost.slices import layers_by_slices
 from longspan.plan.cost.weights import (
@@ -361,12 +361,14 @@ def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple
     train, micro, ranks, tensor = c.job.mode == "train", c.micro_batches, c.weight_ranks, c.mesh.tensor
     sums, speed = 1 if sums_gradients_once(c, hardware) else micro, hardware.host_bandwidth
     seconds, needed = 0.0, 0.0
+    # A chunk fetches what the chunks before it have stored, a token the whole cache.
+    fetched = (c.job.forwards - 1) / 2 if c.job.mode == "prefill" else 1.0
     for layer, count in c.model.layer_kinds:
         computing = layer_seconds(layer, c, hardware)
         weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
         saved = checkpoint_per_token(layer, c).total * c.tokens if train and c.offloads else 0
         is_on_host = stored.host_bytes.get("kv_cache") and layer.mixing.cached_per_token
-        cached = fetched_bytes(layer.mixing.cache_bytes(c), c.job) if is_on_host else 0
+        cached = layer.mixing.cache_bytes(c) * fetched if is_on_host else 0
         gradients = weights * sums / micro
         # The two directions of the link run concurrently.
         forward, backward = max(saved, weights + cached), max(saved + weights, gradients)
