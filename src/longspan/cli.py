@@ -44,7 +44,7 @@ Config = TypeVar("Config")
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {
-    "train": ("longspan.train", "", "train on long sequences by TRL: sft, dpo, reward"),
+    "train": ("longspan.train", "", "train on long sequences by TRL: sft, dpo, gkd, ..."),
     "generate": (
         "longspan.generate",
         "GenerateConfig",

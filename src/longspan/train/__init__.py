@@ -44,7 +44,9 @@ METHODS = {
     "distillation": Method("Distillation", columns=("prompt",), teacher=True),
 }
 
-_HELP = f"""usage: longspan train {{{",".join(METHODS)}}} --config run.yaml [--key value ...]
+_HELP = f"""usage: longspan train METHOD --config run.yaml [--key value ...]
+
+METHOD is one of {", ".join(METHODS)}.
 
 Train on long sequences by TRL's trainers. The keys are those of TRL (`trl sft`,
 ...), and ours. Complete files: examples/*.yaml.
