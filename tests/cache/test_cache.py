@@ -172,7 +172,6 @@ def test_quantized_vectors_are_off_by_half_a_step() -> None:
             assert broken.isnan().all()
 
 
-@pytest.mark.confirms
 def test_a_long_fp8_cache_is_decoded_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU by torch's compiler for C++; other lengths run the same program. Without a compiler it warns once."""
     from torch._inductor import metrics
