@@ -183,6 +183,11 @@ def test_a_target_of_another_shape_raises() -> None:
         longspan.shard_target(model, expected[:, :, :2], out)
     with pytest.raises(LongspanError, match="parallelized with gather_output=False, got LatteTransformer3DModel"):
         longspan.shard_target(plain, expected, out)
+    model.register_forward_hook(lambda *_: 1 / 0, prepend=True)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs)
+        assert not torch.is_grad_enabled()  # as before the forward
 
 
 def _on_every_mesh(name: str) -> None:

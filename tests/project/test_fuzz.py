@@ -18,8 +18,15 @@ from tests.pool import RankPool
 FOUND = [
     '{"family": "causal/jetmoe", "mesh": {"ring": 2}, "options": {"memory": {"head_slices": 0}}}',
     '{"family": "causal/opt", "mesh": {"ring": 2}, "job": "generate", "generation": {"max_new_tokens": 2}}',
+    '{"family": "causal/hrm_text", "mesh": {"ring": 2}, "options": {"memory": "longest"}}',
 ]
 """Cases that once failed and have no other test."""
+
+ALONE = (
+    '{"family": "causal/minimax_m3_vl_text", "mesh": {}, "length": 9, "job": "trainer", '
+    '"generation": {"gradient_checkpointing": true}}'
+)
+"""An indexer's weights get no gradient, and torchrun has started one rank."""
 
 PADDED = Case("causal/llama", rows=2, length=11, padding="left", mesh={"ring": 2})
 
@@ -54,6 +61,7 @@ def test_a_planted_fault_is_reported(get_pool: Callable[[int], RankPool]) -> Non
     assert cached.kind == "refused" and "calls its attention twice" in cached.text
     assert [outcome.kind for outcome in equal] == ["equal"] * len(equal), equal
     assert refused.kind == "refused" and "xLSTM" in refused.text
+    assert [outcome.kind for outcome in judge([Case.read(ALONE)], get_pool)] == ["equal"]
     (wrong,) = judge([PADDED], get_pool, _padding_forgotten)
     assert wrong.kind == "failed" and "of the limit" in wrong.text
     (differs,) = judge([PADDED], get_pool, _one_rank_refuses)

@@ -31,6 +31,9 @@ T = TypeVar("T")
 # The model that `parallelize` gets.
 
 
+FLOAT8_PER_TOKEN = 'Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), whose scales are of single tokens'
+
+
 def check_float8_scales(model: nn.Module, sp: SequenceSharding) -> None:
     """Raise for linear layers in float8 that would round differently than on one device."""
     layers = float8_layers(model)
@@ -38,8 +41,7 @@ def check_float8_scales(model: nn.Module, sp: SequenceSharding) -> None:
     if path is not None and sp.fsdp_size > 1:
         raise LongspanError(
             f"layer {path} is in float8 with scales over all tokens, but each rank would round its tokens by its own "
-            'scale; use Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), whose '
-            "scales are of single tokens"
+            f"scale; use {FLOAT8_PER_TOKEN}"
         )
 
 

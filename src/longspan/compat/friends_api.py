@@ -58,11 +58,19 @@ def float8_of(layer: Any) -> tuple[bool, bool]:
     return float8_scales_span_tokens(layer), bool(layer.config.enable_fsdp_float8_all_gather)
 
 
-def share_float8_scales(layer: Any, reduce: Callable[[Any], None] | None) -> bool:
-    """Let a float8 layer with one scale per tensor round by the largest entry over all ranks; return whether it is one.
+def has_one_float8_scale(layer: Any) -> bool:
+    """Return whether a float8 layer rounds its inputs, and its output's gradient, by one scale each."""
+    config = layer.config
+    casts = config.cast_config_input, config.cast_config_grad_output
+    again = config.cast_config_input_for_grad_weight, config.cast_config_grad_output_for_grad_weight
+    scales = {(cast.scaling_granularity.value, cast.scaling_type.value) for cast in casts}
+    return scales == {("tensorwise", "dynamic")} and casts == again
 
-    `reduce` replaces a maximum by that of all ranks; None: only ask. As in torchao's tensor parallelism, inputs and
-    gradients reach the layer's matmul cast already.
+
+def share_float8_scales(layer: Any, reduce: Callable[[Any], None]) -> None:
+    """Let a layer with one scale round by the largest entry over all ranks; `reduce` makes a maximum that of all ranks.
+
+    As in torchao's tensor parallelism, inputs and gradients reach the layer's matmul cast already.
     """
     import torch
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -72,12 +80,6 @@ def share_float8_scales(layer: Any, reduce: Callable[[Any], None] | None) -> boo
 
     config, products = layer.config, layer.linear_mm_config
     of_input, of_gradient = config.cast_config_input, config.cast_config_grad_output
-    again = config.cast_config_input_for_grad_weight, config.cast_config_grad_output_for_grad_weight
-    scales = {(cast.scaling_granularity.value, cast.scaling_type.value) for cast in (of_input, of_gradient)}
-    if scales != {("tensorwise", "dynamic")} or (of_input, of_gradient) != again:
-        return False
-    if reduce is None:
-        return True
 
     def cast(x: Any, dtype: Any, role: Any) -> Any:
         largest = x.detach().abs().max()
@@ -102,7 +104,6 @@ def share_float8_scales(layer: Any, reduce: Callable[[Any], None] | None) -> boo
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
     layer.forward = forward
-    return True
 
 
 def fused_head_of(model: Any) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
         )
     attention = f"{shard_tokens(model, known.structure, tokens)} layers by {_method(sp)}"
     if not options.gather_output:
-        model.register_forward_hook(tokens.output_of_rank)  # before FSDP's, which needs an output with gradients
+        tokens.keep_output(model)
     gradients = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, known.structure.all_lists, options.mp_policy)

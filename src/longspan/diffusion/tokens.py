@@ -126,7 +126,6 @@ class Kept:
     mine: Tensor  # this rank's tokens of the output
     zeros: Tensor  # in the place of all tokens
     arranged: Tensor  # zeros in the output's shape
-    had_gradients: bool  # whether gradients were enabled, as they must be to arrange zeros
 
 
 class Tokens:
@@ -142,6 +141,7 @@ class Tokens:
         self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
         self.plans: dict[Any, Any] = {}  # of attention in a ring, the last ones
         self.kept: Kept | None = None
+        self.had_gradients: bool | None = None  # while the model arranges zeros, for which gradients are enabled
 
     def parts(self, streams: tuple[int, ...], held: int | None = None) -> Parts:
         """Return the tokens of these streams; of a tensor that holds so many, the rest are `REPLICATED`."""
@@ -167,19 +167,27 @@ class Tokens:
         return x
 
     def join_output(self, x: Tensor, stream: int) -> Tensor:
-        """Return all tokens of the output; without `gather_output` zeros, and keep this rank's for `output_of_rank`."""
+        """Return all tokens of the output; without `gather_output` zeros, and keep this rank's."""
         parts = self.parts((stream,))
         if self.gather_output:
             return parts.join(x, 1)
         zeros = x.new_zeros(x.shape[0], *parts.lengths, x.shape[2], requires_grad=True)
-        self.kept = Kept(x, zeros, zeros, torch.is_grad_enabled())
+        self.kept, self.had_gradients = Kept(x, zeros, zeros), torch.is_grad_enabled()
         torch.set_grad_enabled(True)
         return zeros
 
-    def output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Return an output with this rank's tokens, after a forward without `gather_output`."""
+    def keep_output(self, model: nn.Module) -> None:
+        """Let a model return this rank's tokens. Call before FSDP, which needs an output with gradients."""
+        model.register_forward_hook(self._restore_gradients, always_call=True)
+        model.register_forward_hook(self._output_of_rank)
+
+    def _restore_gradients(self, *_: Any) -> None:
+        if self.had_gradients is not None:
+            torch.set_grad_enabled(self.had_gradients)
+        self.had_gradients = None
+
+    def _output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
         assert self.kept is not None
-        torch.set_grad_enabled(self.kept.had_gradients)
         mine = self.kept.mine
         self.kept = replace(self.kept, arranged=output[0], mine=mine.detach())
         return (mine,) if isinstance(output, tuple) else transformer_output(mine)

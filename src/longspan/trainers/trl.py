@@ -306,7 +306,7 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     for message, applies in wrong.items():
         if applies:
             raise LongspanError(message)
-    if hasattr(trainer, "generation_config"):
+    if hasattr(trainer, "generation_config"):  # the Trainer turns off the cache of its model's config
         trainer.generation_config.use_cache = True
     args.generation_batch_size = rows * sp.data_size
     set_seed(args.seed + sp.data_rank)  # the trainer seeds each rank differently

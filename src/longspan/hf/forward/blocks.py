@@ -61,11 +61,8 @@ class BlockLayer(ChoosingLayer):
     ) -> Tensor:
         """Return the blocks that my queries attend to, [B, I, L, T]; -1 for none."""
         info, parts = self.facts(), list[Tensor]()
-        try:
-            self.own(hidden_BLD, embeddings, _Keys(None), position_ids)
-            raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
-        except CapturedKeys as captured:
-            keys = _Keys(info.gather(captured.keys[:, 0])[:, None])
+        mine = self.captured_keys(hidden_BLD, embeddings, _Keys(None), position_ids)
+        keys = _Keys(info.gather(mine[:, 0])[:, None])
         elements = len(hidden_BLD) * info.length * self.part.num_heads
         each = rows_of_tile(INDEXED_TILE, elements, hidden_BLD.device.type == "cpu")
         for start in range(0, hidden_BLD.shape[1], each):
@@ -87,7 +84,7 @@ class SelectedLayer(ChoosingLayer):
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], _: Any, request: MaskRequest, scores: Scores, info: SequenceInfo
     ) -> Tensor:
-        """Attend from my tokens to those that the layer has laid over its mask."""
+        """Attend from my tokens to those that the layer's mask has chosen."""
         chosen = getattr(request, "chosen", None)
         if not isinstance(chosen, Tensor):
             raise LongspanError(f"layer {self.name} did not overlay its mask with the chosen tokens; {HELP}")
@@ -98,11 +95,7 @@ class SelectedLayer(ChoosingLayer):
     ) -> Tensor:
         """Return the tokens that my queries attend to, int32 [B, L, T]; -1 for none."""
         info, part = self.facts(), self.part
-        try:
-            self.own(hidden_BLD, embeddings, None, _Keys(None))
-            raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
-        except CapturedKeys as captured:
-            mine = captured.keys
+        mine = self.captured_keys(hidden_BLD, embeddings, None, _Keys(None))
         B, N, R = len(mine), info.length, embeddings[0].shape[2]
         packed = info.gather(torch.cat([mine, *(x.expand(B, -1, -1) for x in embeddings)], 2))
         keys, *rotary = packed.split([mine.shape[2], R, R], 2)  # a block's key is turned by its first token's position
@@ -143,11 +136,7 @@ class PooledLayer(IndexedLayer):
             for row, ((start, stop),) in zip(real_BN, info.segments, strict=True):
                 row[start:stop] = True
             attention_mask = to_device(real_BN[:, my_positions(info.sp, info.length)], hidden_states.device)
-        try:
-            self.own(hidden_states, q_resid, attention_mask, _Keys(None))
-            raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
-        except CapturedKeys as captured:
-            keys = info.gather(captured.keys)
+        keys = info.gather(self.captured_keys(hidden_states, q_resid, attention_mask, _Keys(None)))
         elements = len(keys) * info.length * max(1, self.part.n_heads // self.part.index_kpool)
         each, at = rows_of_tile(INDEXED_TILE, elements, keys.device.type == "cpu"), 0
         for first, last in info.sp.layout.padded_spans(info.length, info.sp.rank):

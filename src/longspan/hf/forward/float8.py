@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.compat.friends_api import float8_layers, float8_scales_span_tokens, share_float8_scales
+from longspan.comm.weights import FLOAT8_PER_TOKEN
+from longspan.compat.friends_api import (
+    float8_layers,
+    float8_scales_span_tokens,
+    has_one_float8_scale,
+    share_float8_scales,
+)
 from longspan.compat.reading import mixer_layers, tower_modules
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.stage import ForwardCall, Stage
@@ -20,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
-
-PER_TOKEN = 'Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), whose scales are of single tokens'
 
 
 def check_float8(model: PreTrainedModel, sp: SequenceSharding) -> None:
@@ -47,12 +51,12 @@ def check_float8(model: PreTrainedModel, sp: SequenceSharding) -> None:
         if layer in partial:
             raise LongspanError(
                 f"layer {path} is in float8 with a scale over all tokens, and not every rank runs it on the same "
-                f"tokens; leave it out by module_filter_fn, or use {PER_TOKEN}"
+                f"tokens; leave it out by module_filter_fn, or use {FLOAT8_PER_TOKEN}"
             )
-        if not share_float8_scales(layer, None):
+        if not has_one_float8_scale(layer):
             raise LongspanError(
                 f"layer {path} is in float8 with scales over all tokens of a feature, but each rank would round its "
-                f'tokens by its own scale; use the recipe "tensorwise", or {PER_TOKEN}'
+                f'tokens by its own scale; use the recipe "tensorwise", or {FLOAT8_PER_TOKEN}'
             )
 
 
@@ -81,5 +85,5 @@ class SharedScales(Stage):
             fix = "leave out `elastic`" if info.elastic else f"pad the batch to {padded} (pad_to_multiple_of)"
             raise LongspanError(
                 f"float8 layers have one scale for all tokens, and {what} {'tokens' if info.elastic else padded}; "
-                f"{fix}, or use {PER_TOKEN}"
+                f"{fix}, or use {FLOAT8_PER_TOKEN}"
             )

@@ -92,6 +92,14 @@ class ChoosingLayer:
             )
         return info
 
+    def captured_keys(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the keys that the module passes to its cache, which raises them as `CapturedKeys`."""
+        try:
+            self.own(*args, **kwargs)
+        except CapturedKeys as captured:
+            return captured.keys
+        raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
+
     def _take_facts(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._info, request = [kwargs.get("longspan")], kwargs.get("attention_mask")
         if isinstance(request, MaskRequest):
@@ -194,12 +202,7 @@ class IndexedLayer(ChoosingLayer):
         with replaced(indexer.wq_b, lambda x: x.new_zeros(1).expand(*x.shape[:-1], wide)):  # keys need no queries
             for start in range(0, some.shape[1], each):
                 mine = {key: _of_queries(x, slice(start, start + each)) for key, x in given.items()}
-                try:
-                    self.own(**mine | {"cache": _StopAtKeys()})
-                except CapturedKeys as captured:
-                    parts.append(captured.keys)
-                else:
-                    raise LongspanError(f"the indexer of layer {self.name} did not pass its keys to the cache; {HELP}")
+                parts.append(self.captured_keys(**mine | {"cache": _StopAtKeys()}))
         return torch.cat(parts, 1)
 
     def _scores(self, given: Mapping[str, Any], keys_BND: Tensor) -> Tensor:
