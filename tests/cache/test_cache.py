@@ -173,6 +173,7 @@ def test_quantized_vectors_are_off_by_half_a_step() -> None:
             assert broken.isnan().all()
 
 
+@pytest.mark.confirms  # the compiler slows down all later tests of its process
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler (g++) on CPU")
 def test_a_long_fp8_cache_is_decoded_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU by torch's compiler for C++; other lengths run the same program. Without a compiler it warns once."""
