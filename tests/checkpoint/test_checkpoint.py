@@ -326,8 +326,8 @@ def _loaded(folder: Path, meshes: list[tuple[dict[str, int], int | None]], what:
 
 
 MESHES: dict[str, tuple[dict[str, int], list[dict[str, int]]]] = {
-    "adamw": ({"ring": 2, "ulysses": 2}, [{"ulysses": 4}, {"data": 2, "ring": 2}, {"tensor": 2, "ulysses": 2}]),
-    "lora": ({"ulysses": 4}, [{"ring": 4}, {"tensor": 2, "ring": 2}]),
+    "adamw": ({"ring": 2, "ulysses": 2}, [{"data": 2, "ring": 2}, {"tensor": 2, "ulysses": 2}]),
+    "lora": ({"ulysses": 4}, [{"tensor": 2, "ring": 2}]),
     "tensor": ({"tensor": 2, "ulysses": 2}, [{"data": 4}]),
 }
 

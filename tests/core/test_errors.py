@@ -34,7 +34,7 @@ def _texts_by_code() -> dict[str, str]:
             if isinstance(node, ast.Call):
                 codes = [k.value.value for k in node.keywords if k.arg == "code" and isinstance(k.value, ast.Constant)]
                 text = _text(node.args[0], constants) if codes else ""
-                if not re.search("[a-z]", text):  # made elsewhere in the module
+                if codes and not re.search("[a-z]", text):  # made elsewhere in the module
                     text = "\n".join(
                         _text(each, constants) for each in ast.walk(tree) if isinstance(each, ast.JoinedStr)
                     )

@@ -95,8 +95,11 @@ def _with_inductor() -> None:
     import torch._inductor.config
 
     # What each rank would do first takes six times as long: start compiler processes that import torch, compile a
-    # program for each kind of vector instructions to see that it runs, and precompile headers.
-    options = {"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    # program for each kind of vector instructions to see that it runs, and precompile headers. Without vectors, g++
+    # parses fewer headers.
+    options = {
+        "compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False, "cpp.simdlen": 1,
+    }  # fmt: skip
     with torch._inductor.config.patch(options):
         _compare(4, 2, 16, "inductor")
 

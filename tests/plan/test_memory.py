@@ -44,19 +44,18 @@ MOE = {
     "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 176,
     "head_dim": 16, "num_key_value_heads": 8,
 }  # fmt: skip
+EXPERTS = {**MOE, "num_experts": 32, "moe_intermediate_size": 352}
 CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
 CASES = [
-    # Hardly any MLP: what the ring holds is what counts.
-    (NARROW, 2048, ParallelConfig(ring=4), {**BF16, "memory": CHECKPOINTED}),
     # Few weights are trained.
     (DEEP, 1024, ParallelConfig(ulysses=2), {**BF16, "memory": CHECKPOINTED, "tuning": Tuning(lora=8, quantize=True)}),
     # Recurrent layers, of which the second rank's receive a state, without kernels of flash-linear-attention.
     (NEXT, 1024, ParallelConfig(ring=2), FP32),
-    # Experts over ranks: weights of experts count.
-    ({**MOE, "num_experts": 32, "moe_intermediate_size": 352}, 512, ParallelConfig(ulysses=4), {**BF16, "experts": 2}),
     *confirming(
         [
+            # Hardly any MLP: what the ring holds is what counts.
+            (NARROW, 2048, ParallelConfig(ring=4), {**BF16, "memory": CHECKPOINTED}),
             ({}, 2048, ParallelConfig(ulysses=2), BF16),
             ({}, 2048, ParallelConfig(ulysses=2), {**FP32, "weight_sharding": False}),
             ({}, 2048, ParallelConfig(ulysses=2), {**BF16, "weight_sharding": False}),
@@ -67,6 +66,8 @@ CASES = [
             (DEEP, 1024, ParallelConfig(ulysses=2), {**BF16, "memory": LONGEST, "tuning": Tuning(lora=8)}),
             ({**NEMOTRON, "hybrid_override_pattern": "M-M*M-"}, 1024, ParallelConfig(ulysses=2), BF16),
             (MOE, 1024, ParallelConfig(ulysses=2), {**BF16, "tuning": Tuning(lora=8)}),
+            # Experts over ranks: weights of experts count.
+            (EXPERTS, 512, ParallelConfig(ulysses=4), {**BF16, "experts": 2}),
         ]
     ),
 ]

@@ -239,10 +239,10 @@ def _video(frames: int) -> tuple[PictureShape, ...]:
 
 
 MEASURED = [
-    ("Qwen2_5_VL", _video(32), 800, ParallelConfig(ulysses=2), {**FP32, "memory": LONGEST}),
+    ("Qwen3VL", _video(8), 200, ParallelConfig(ulysses=2), {"dtype": "bf16"}),
     *confirming(
         [
-            ("Qwen3VL", _video(8), 200, ParallelConfig(ulysses=2), {"dtype": "bf16"}),
+            ("Qwen2_5_VL", _video(32), 800, ParallelConfig(ulysses=2), {**FP32, "memory": LONGEST}),
             ("Qwen2VL", (PictureShape("image", 4, 16, 16), *_video(4)), 200, ParallelConfig(ulysses=2), FP32),
             ("Qwen2_5_VL", _video(32), 800, ParallelConfig(data=2, ulysses=2),
              {"dtype": "bf16", "memory": CHECKPOINTED}),
