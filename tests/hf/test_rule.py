@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from longspan.hf.model.examples import example
 from longspan.hf.model.vision import encoders_of
 from tests.choose import confirming
 from tests.fuzz import multimodal
+from tests.fuzz.cases import Case
 from tests.fuzz.families import build
+from tests.fuzz.run import judge
 from tests.models import Truth, compare, sharding, truth_of
 from tests.pool import RankPool, on_ranks
 
@@ -38,6 +41,34 @@ ON_RANKS = [("gemma4", 2, True), ("smolvlm", 1, True), ("lighton_ocr", 1, True),
 def test_one_process(pool2: RankPool, model_type: str, ring: int, fsdp: bool) -> None:
     truth = truth_of(_model(model_type), multimodal.batch(_model(model_type)))
     pool2.run(_on_ranks, model_type, ring, fsdp, truth)
+
+
+SOUNDS = (
+    "audioflamingo3", "dots3_note", "fun_asr_nano", "gemma4", "glmasr", "granite_speech", "granite_speech_plus",
+    "moss_transcribe_diarize", "muse_spark", "qwen2_5_omni_thinker", "qwen3_asr", "qwen3_omni_moe_thinker", "voxtral",
+)  # fmt: skip
+WITH_SOUNDS = {
+    4: ({"ring": 2, "ulysses": 2}, {"ulysses": 4}),
+    8: ({"ring": 4, "ulysses": 2}, {"ring": 2, "ulysses": 4}, {"data": 2, "ring": 2, "ulysses": 2}),
+}
+"""Meshes by their number of ranks. Small models have four heads."""
+
+
+def check_sounds(get_pool: Callable[[int], RankPool], ranks: int, model_type: str) -> None:
+    """Assert that a type with sounds trains and generates like one process on these meshes, in each layout."""
+    for mesh in WITH_SOUNDS[ranks]:
+        layouts = ({"layout": "contiguous"}, {"layout": "zigzag"}) if "ring" in mesh else ({},)
+        shared: Any = {"family": f"types/{model_type}", "mesh": mesh}
+        generates = {"job": "generate", "generation": {"max_new_tokens": 3}, "padding": "left"}
+        cases = [Case(**shared, sharding=x, **job) for x in layouts for job in ({}, generates)]
+        for case, outcome in zip(cases, judge(cases, get_pool), strict=True):
+            assert outcome.kind == "equal", f"{case}: {outcome.kind}: {outcome.text}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "model_type"), confirming((n, x) for n in WITH_SOUNDS for x in SOUNDS))
+def test_sounds_on_meshes(get_pool: Callable[[int], RankPool], ranks: int, model_type: str) -> None:
+    check_sounds(get_pool, ranks, model_type)
 
 
 def _replicas(model_type: str) -> None:
