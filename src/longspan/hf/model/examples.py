@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from longspan.compat.reading import rows_of_forward
