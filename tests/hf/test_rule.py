@@ -50,7 +50,8 @@ def test_one_process(pool2: RankPool, model_type: str, ring: int, fsdp: bool) ->
 
 SOUNDS = (
     "audioflamingo3", "dots3_note", "fun_asr_nano", "gemma4", "glmasr", "granite_speech", "granite_speech_plus",
-    "moss_transcribe_diarize", "muse_spark", "qwen2_5_omni_thinker", "qwen3_asr", "qwen3_omni_moe_thinker", "voxtral",
+    "moss_transcribe_diarize", "muse_spark", "omniasr", "qwen2_5_omni_thinker", "qwen3_asr",
+    "qwen3_omni_moe_thinker", "voxtral",
 )  # fmt: skip
 WITH_SOUNDS = {
     4: ({"ring": 2, "ulysses": 2}, {"ulysses": 4}),
@@ -202,7 +203,6 @@ def test_units(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("omniasr", "otherwise than as embeddings"),
         ("paligemma", "see each other"),
         *confirming([("blip-2", "does not run on a part"), ("instructblip", "in a way that longspan does not know")]),
     ],

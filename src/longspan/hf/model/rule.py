@@ -1,7 +1,9 @@
 """Accept a multimodal model by rule: find its encoders, and check on a small copy that the rule holds.
 
 The rule: encoder functions (`get_image_features`, ...) return embeddings for placeholder tokens, the forward inserts
-them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures.
+them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures. A
+forward that changes them first, or adds some of its own (Gemma-3n's to a short sound), is stopped where it would insert
+them (`rows_of_forward`), and they are inserted at the language model's entrance (`insert_rows`).
 
 Shape suffixes: B rows, n tokens of the sequence.
 """
@@ -43,7 +45,7 @@ class RuleEncoder(Encoder):
     apart: bool
     kind: Any = field(compare=False)  # class of the module with the function
     frames: int = 1  # of an example's video
-    inside: bool = False  # whether the forward adds rows to those of the encoder function
+    inside: bool = False  # whether the forward changes or adds rows before it inserts them
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -197,17 +199,20 @@ def _checked(kind: Any, config: _Config) -> tuple[tuple[RuleEncoder, ...], str |
             return (), f"cannot be checked: no small copy of it can be made ({first_line(error)[:120]})"
         _enlarge(model)
         for modality in MODALITIES:
+            failed = list[str]()
             of = [(2, False), (1, False)] if modality == "video" else [(1, False), (1, True)]
             for frames, inside in of:
                 try:
                     encoder = _try(model, modality, frames, inside)
                 except LongspanError as error:
-                    problems += [] if inside else [str(error)]
-                    if modality == "image" and "otherwise" in str(error):  # so may videos, whatever their types are
-                        return (), str(error)
+                    failed.append(str(error))
                 else:
                     found += [] if encoder is None else [encoder]
                     break
+            else:
+                problems.append(failed[0])
+                if modality == "image" and "otherwise" in failed[0]:  # so may videos, whatever their types are
+                    return (), failed[0]
     if found:
         return tuple(found), None
     return (), problems[0] if problems else "has no encoder of images, videos or audio that longspan finds"
