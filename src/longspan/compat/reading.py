@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
 from longspan.compat.transformers_api import calls_registry, mixer_functions
@@ -86,6 +87,44 @@ def encode_again(core: Any) -> None:
     """Undo `return_rows`."""
     for name in _ENCODES:
         vars(core).pop(name, None)
+
+
+class _RowsFound(Exception):
+    """The embeddings that a forward is about to insert."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
+def rows_of_forward(core: Any, modality: str, given: Mapping[str, Tensor]) -> Tensor:
+    """Return the embeddings `[pictures, rows, width]` that the core's forward inserts: an encoder's, and those that it
+    adds to them.
+    """
+
+    def found(*args: Any, **kwargs: Any) -> None:
+        raise _RowsFound(kwargs[f"{modality}_features"])
+
+    core.get_placeholder_mask = found
+    first = next(x for x in given.values() if x.is_floating_point())
+    try:
+        core.forward(inputs_embeds=first.new_zeros(1, 1, core.config.get_text_config().hidden_size), **given)
+    except _RowsFound as stop:
+        return stop.rows
+    finally:
+        del core.get_placeholder_mask
+    raise LongspanError(f"{type(core).__name__} inserts no embeddings of its {modality}s")
+
+
+def insert_rows(core: Any, placeholders_BL: Tensor, rows: Tensor) -> RemovableHandle:
+    """Let the language model read these rows at placeholders, until the handle is removed."""
+
+    def insert(text: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        x_BLD = kwargs["inputs_embeds"]
+        where = placeholders_BL[..., None].to(x_BLD.device)
+        return args, {**kwargs, "inputs_embeds": x_BLD.masked_scatter(where, rows.to(x_BLD.dtype))}
+
+    handle: RemovableHandle = text_part(core).register_forward_pre_hook(insert, with_kwargs=True)
+    return handle
 
 
 def tower_modules(model: nn.Module) -> set[nn.Module]:

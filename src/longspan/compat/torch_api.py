@@ -362,8 +362,8 @@ class _OnMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = _pytree.tree_leaves((args, kwargs))
-        if func is torch.ops.aten._to_copy.default and not args[0].is_floating_point():
-            kwargs = {**kwargs, "device": args[0].device}  # how many a mask selects is known
+        if func is torch.ops.aten._to_copy.default and (args[0].is_meta or not args[0].is_floating_point()):
+            kwargs = {**kwargs, "device": args[0].device}  # of no values, and how many a mask selects is known
         elif any(isinstance(x, Tensor) and x.is_meta for x in leaves) and "copy" not in func.__name__:
             with contextlib.suppress(RuntimeError):  # another device is an error but for indices
                 return func(*_pytree.tree_map(_floats_to_meta, args), **_pytree.tree_map(_floats_to_meta, kwargs))

@@ -19,13 +19,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from longspan.comm.agree import gather_numbers
 from longspan.comm.collectives import all_to_all_rows
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.compat.reading import ENCODER_OUTPUTS, encode_again, return_rows, text_part, tower_modules
+from longspan.compat.reading import (
+    ENCODER_OUTPUTS,
+    encode_again,
+    insert_rows,
+    return_rows,
+    text_part,
+    tower_modules,
+)
 from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
@@ -55,12 +63,15 @@ class VisionTower(Stage):
         tower = tower_modules(model)
         self.tower = {name: module for name, module in model.named_modules() if module in tower}
         self.found = dict[Encoder, Pictures]()  # of the forward
+        self.inserted = list[RemovableHandle]()
         self.unused = list[Tensor]()  # outputs of the tower without rows, whose backward must run
         self.core.get_input_embeddings().register_forward_hook(self._join_unused)
 
     def reset(self) -> None:
         self.found, self.unused = {}, []
         encode_again(self.core)
+        while self.inserted:
+            self.inserted.pop().remove()
 
     def _join_unused(self, module: Any, args: Any, embeddings: Tensor) -> Tensor | None:
         """Add the sum of `unused`, which is 0, to the embeddings of tokens."""
@@ -196,7 +207,12 @@ class VisionTower(Stage):
             by_rule = isinstance(encoder, RuleEncoder) and not everywhere
             other = self._like_other_replica(encoder, pictures) if by_rule else None
             if pictures is not None:
-                outputs[encoder.modality] = _embed(pictures, encoder, self.core, self.sp, whole=whole)
+                output = _embed(pictures, encoder, self.core, self.sp, whole=whole)
+                if isinstance(encoder, RuleEncoder) and encoder.inside:
+                    here_BL = call.inputs["input_ids"] == getattr(call.model.config, encoder.token)
+                    self.inserted.append(insert_rows(self.core, here_BL, rows_in(output)))
+                else:
+                    outputs[encoder.modality] = output
                 continue
             # Only another replica has such pictures. Placeholders without pixels keep the embedding of their token.
             tokens = tokens_of(call.batch)
@@ -208,7 +224,8 @@ class VisionTower(Stage):
         if outputs:
             # The model's forward inserts at my placeholders what its encoder functions return: these rows.
             pixels = {key: x for pictures in self.found.values() for key, x in pictures.batch.items()}
-            keys = {key for encoder in self.found for key in encoder.all_keys if pixels.get(key) is not None}
+            returned = [encoder for encoder in self.found if encoder.modality in outputs]
+            keys = {key for encoder in returned for key in encoder.all_keys if pixels.get(key) is not None}
             call.inputs |= {key: to_device(pixels[key][:1], self.sp.device) for key in keys}
             return_rows(self.core, outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from longspan.compat.reading import rows_of_forward
 from longspan.compat.torch_api import on_meta
 
 MODALITIES = ("image", "video", "audio")
@@ -33,17 +36,20 @@ def encoder_arguments(core: Any, modality: str) -> list[str]:
 
 
 def example(
-    core: Any, modality: str, draw: torch.Generator, number: int = 2, frames: int = 2
+    core: Any, modality: str, draw: torch.Generator, number: int = 2, frames: int = 2, inside: bool = False
 ) -> dict[str, Tensor] | None:
     """Return entries of a batch for `number` pictures or sounds that the encoder accepts; None if none was found.
 
-    A video with a grid has `frames` frames: some models want text between them.
+    A video with a grid has `frames` frames: some models want text between them. `inside`: see `run_encoder`.
     """
 
     for inputs in _candidates(core.config, modality, encoder_arguments(core, modality), number, draw, frames):
         try:
             with torch.no_grad():
-                rows = rows_in(run_encoder(core, modality, inputs))
+                rows = rows_in(run_encoder(core, modality, inputs, inside))
+                if modality == "audio" and rows.numel():  # the last one is the shortest
+                    last = {key: x[-1:] for key, x in inputs.items()}
+                    rows = rows_in(run_encoder(core, modality, last, inside))
         except Exception:  # of any kind: inputs of another form
             continue
         if rows.numel() and (rows.is_meta or bool(rows.isfinite().all())):
@@ -51,13 +57,18 @@ def example(
     return None
 
 
-def run_encoder(core: Any, modality: str, given: Mapping[str, Tensor]) -> Any:
-    """Run an encoder function. If the module is on the meta device, inputs keep their values as long as possible."""
-    run = getattr(core, f"get_{modality}_features")
-    if not next(core.parameters()).is_meta:
-        return run(**given, return_dict=True)
-    with torch.no_grad(), on_meta():
-        return run(**given, return_dict=True)
+def run_encoder(core: Any, modality: str, given: Mapping[str, Tensor], inside: bool = False) -> Any:
+    """Run an encoder function, or (`inside`) the forward up to where it inserts rows.
+
+    If the module is on the meta device, inputs keep their values as long as possible.
+    """
+    with contextlib.ExitStack() as stack:
+        if next(core.parameters()).is_meta:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(on_meta())
+        if inside:
+            return BaseModelOutputWithPooling(pooler_output=rows_of_forward(core, modality, given))
+        return getattr(core, f"get_{modality}_features")(**given, return_dict=True)
 
 
 def rows_in(output: Any) -> Tensor:

@@ -1,7 +1,9 @@
 """Accept a multimodal model by rule: find its encoders, and check on a small copy that the rule holds.
 
 The rule: encoder functions (`get_image_features`, ...) return embeddings for placeholder tokens, the forward inserts
-them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures.
+them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures. A
+forward that changes them first, or adds some of its own (Gemma-3n's to a short sound), is stopped where it would insert
+them (`rows_of_forward`), and they are inserted at the language model's entrance (`insert_rows`).
 
 Shape suffixes: B rows, n tokens of the sequence.
 """
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.compat.reading import encode_again, return_rows, text_part, vision_core
+from longspan.compat.reading import encode_again, insert_rows, return_rows, text_part, vision_core
+from longspan.compat.torch_api import to_device
 from longspan.compat.transformers_api import new_model, own_positions, set_attention
 from longspan.core.errors import LongspanError
 from longspan.hf.model.encoders import Encoder, Units
@@ -42,6 +45,7 @@ class RuleEncoder(Encoder):
     apart: bool
     kind: Any = field(compare=False)  # class of the module with the function
     frames: int = 1  # of an example's video
+    inside: bool = False  # whether the forward changes or adds rows before it inserts them
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -73,8 +77,12 @@ class RuleEncoder(Encoder):
         first, last = cuts[start][0], cuts[stop - 1][1]
         return {key: x[start:stop] if len(x) == len(cuts) else x[first:last] for key, x in given.items()}
 
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
+        part = {key: to_device(x, device) for key, x in self.part(core, batch, start, stop).items()}
+        return run_encoder(core, self.modality, part, self.inside)
+
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
-        found = example(core, self.modality, torch.Generator().manual_seed(0), 1, self.frames)
+        found = example(core, self.modality, torch.Generator().manual_seed(0), 1, self.frames, self.inside)
         if found is None:
             raise LongspanError(f"{self.kind.__name__}: longspan cannot make a small {self.modality} for it")
         return {key: x.to(device) if x.is_floating_point() else x for key, x in found.items()}
@@ -89,10 +97,10 @@ class RuleEncoder(Encoder):
     def _rows(self, core: Any, given: dict[str, Any]) -> list[int]:
         """Return the embeddings of each picture, or of all, counted on the meta device."""
         config = _Config(core.config)
-        counted = _count(self.kind, config, self.modality, _Shapes(given))
+        counted = _count(self.kind, config, self.modality, self.inside, _Shapes(given))
         if counted is None:  # some encoders drop pictures of zeros, which pad a row
             values = {key: x.float().cpu() if x.is_floating_point() else x for key, x in given.items()}
-            counted = sizes_in(run_encoder(_twin(self.kind, config), self.modality, values))
+            counted = sizes_in(run_encoder(_twin(self.kind, config), self.modality, values, self.inside))
         return counted
 
 
@@ -128,11 +136,11 @@ class _Shapes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _count(kind: Any, config: _Config, modality: str, shapes: _Shapes) -> list[int] | None:
+def _count(kind: Any, config: _Config, modality: str, inside: bool, shapes: _Shapes) -> list[int] | None:
     given, shapes.given = shapes.given, {}  # keep no pixels
     given = {key: x.to("meta", torch.float32) if x.is_floating_point() else x for key, x in given.items()}
     try:
-        return sizes_in(run_encoder(_twin(kind, config), modality, given))
+        return sizes_in(run_encoder(_twin(kind, config), modality, given, inside))
     except Exception:  # of any kind: the function reads values that do not exist on the meta device
         return None
 
@@ -191,16 +199,20 @@ def _checked(kind: Any, config: _Config) -> tuple[tuple[RuleEncoder, ...], str |
             return (), f"cannot be checked: no small copy of it can be made ({first_line(error)[:120]})"
         _enlarge(model)
         for modality in MODALITIES:
-            for frames in (2, 1) if modality == "video" else (1,):
+            failed = list[str]()
+            of = [(2, False), (1, False)] if modality == "video" else [(1, False), (1, True)]
+            for frames, inside in of:
                 try:
-                    encoder = _try(model, modality, frames)
+                    encoder = _try(model, modality, frames, inside)
                 except LongspanError as error:
-                    problems.append(str(error))
-                    if modality == "image" and "otherwise" in str(error):  # so may videos, whatever their types are
-                        return (), str(error)
+                    failed.append(str(error))
                 else:
                     found += [] if encoder is None else [encoder]
                     break
+            else:
+                problems.append(failed[0])
+                if modality == "image" and "otherwise" in failed[0]:  # so may videos, whatever their types are
+                    return (), failed[0]
     if found:
         return tuple(found), None
     return (), problems[0] if problems else "has no encoder of images, videos or audio that longspan finds"
@@ -214,7 +226,7 @@ def _enlarge(model: nn.Module) -> None:
             p.mul_(min(0.15, 1 / math.sqrt(p.shape[-1])) / std)
 
 
-def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
+def _try(model: Any, modality: str, frames: int, inside: bool) -> RuleEncoder | None:
     """Return a modality's encoder; None if the model has none; raise if the rule does not hold."""
     core = vision_core(model)
     keys = encoder_arguments(core, modality)
@@ -225,23 +237,23 @@ def _try(model: Any, modality: str, frames: int) -> RuleEncoder | None:
     )
     if token is None:
         raise LongspanError(f"names no token that stands for the embeddings of its {modality}s")
-    given = example(core, modality, torch.Generator().manual_seed(0), frames=frames)
+    given = example(core, modality, torch.Generator().manual_seed(0), frames=frames, inside=inside)
     if given is None:
         raise LongspanError(f"reads {modality}s from {', '.join(keys)} in a way that longspan does not know")
-    encoder = RuleEncoder(modality, keys[0], token, tuple(keys), True, plain_class(core))
+    encoder = RuleEncoder(modality, keys[0], token, tuple(keys), True, plain_class(core), inside=inside)
     with torch.no_grad():
-        whole = run_encoder(core, modality, given)
+        whole = run_encoder(core, modality, given, inside)
         units = pictures_in(given, keys[0])
         parts = [] if units is None else [encoder.part(core, given, i, i + 1) for i in range(len(units))]
         rows = rows_in(whole)
         try:
-            apart = [rows_in(run_encoder(core, modality, part)) for part in parts]
+            apart = [rows_in(run_encoder(core, modality, part, inside)) for part in parts]
             independent = bool(parts) and _close(torch.cat(apart), rows)
         except Exception:  # of any kind
             independent = False
         encoder = dataclasses.replace(encoder, apart=independent, frames=frames)
         sizes = [len(x) for x in apart] if independent else sizes_in(whole)
-        _Check(model, core, modality, getattr(model.config, token), given, whole, sizes).run()
+        _Check(model, core, encoder, getattr(model.config, token), given, whole, sizes).run()
         try:
             counted = sum(encoder.units(core, given).rows)
         except Exception as error:  # of any kind
@@ -260,9 +272,17 @@ class _Check:
     """Compare a small model with what ranks would compute of it."""
 
     def __init__(
-        self, model: Any, core: Any, modality: str, token: int, given: Mapping[str, Any], output: Any, sizes: list[int]
+        self,
+        model: Any,
+        core: Any,
+        encoder: RuleEncoder,
+        token: int,
+        given: Mapping[str, Any],
+        output: Any,
+        sizes: list[int],
     ) -> None:
-        self.model, self.core, self.modality, self.token = model, core, modality, token
+        self.model, self.core, self.encoder, self.token = model, core, encoder, token
+        self.modality = modality = encoder.modality
         self.given, self.output, self.rows = given, output, rows_in(output)
         g = torch.Generator().manual_seed(1)
         first = list[int]()
@@ -328,13 +348,16 @@ class _Check:
             "attention_mask": self.mask[:, mine],
             "position_ids": positions[..., mine],
         }
-        batch |= {key: x[:1] for key, x in self.given.items()}
         batch |= {"token_type_ids": kinds[:, mine]} if "token_type_ids" in self.batch else {}
-        return_rows(self.core, {self.modality: with_rows(self.output, self.rows[chosen[part == self.token]])})
-        try:
+        output = with_rows(self.output, self.rows[chosen[part == self.token]])
+        with contextlib.ExitStack() as stack:
+            if self.encoder.inside:
+                stack.callback(insert_rows(self.core, part == self.token, rows_in(output)).remove)
+            else:
+                batch |= {key: x[:1] for key, x in self.given.items()}
+                return_rows(self.core, {self.modality: output})
+                stack.callback(encode_again, self.core)
             return self._forward(batch)
-        finally:
-            encode_again(self.core)
 
     def _forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return the logits, and what the language model was called with."""

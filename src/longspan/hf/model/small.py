@@ -20,7 +20,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r".*max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_\w*_positions|context_length", 128),
     (r".*(window|chunk)(_size|_length|_len)?|local_attention", 8),
     (
-        r"num_kv_shared_layers|(num_hidden|n|num|encoder|decoder|num_encoder|num_decoder)_layers?|num_layers_per_stack",
+        r"num_kv_shared_layers|(num_hidden|n|num|encoder|decoder|num_encoder|num_decoder|conf_num_hidden)_layers?|num_layers_per_stack",
         2,
     ),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
@@ -116,6 +116,8 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         value = 2
     if name == "rope_parameters" and isinstance(value, dict):
         return _rope(value)
+    if name == "model_args" and str(values.get("architecture")).startswith("mobilenetv5"):
+        return {"channel_multiplier": 0.03, "msfa_output_resolution": 4}
     if name == "image_grid_pinpoints" and value:
         return [[16, 32], [32, 16], [32, 32]]
     if isinstance(value, list | tuple) and value and all(type(x) is int for x in value):
@@ -125,6 +127,8 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         return None if None in small or "multiplier" in name else small
     if isinstance(value, bool) or not isinstance(value, int | float):
         return {16: 4} if name == "projector_patch_to_query_dict" else None
+    if name == "hidden_size" and "architecture" in values:  # of timm, which knows it
+        return None
     if (times := _multiple(name, value, values)) > 1:
         return times * HIDDEN
     if name.endswith("_heads") and value == values.get("num_attention_heads"):
