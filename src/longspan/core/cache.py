@@ -105,6 +105,13 @@ class KVPlacement:
         """Return a rank's spans from token `start` on."""
         return tuple((max(a, start), b) for a, b in self.runs[rank] if b > start)
 
+    def of_entries(self, rate: int) -> KVPlacement:
+        """Return the placement of entries that each stand for `rate` tokens; the rank of its last one holds an entry."""
+        entries = KVPlacement(len(self.runs))
+        entries.length = self.length // rate
+        entries.runs = [[(a // rate, b // rate) for a, b in runs if a // rate < b // rate] for runs in self.runs]
+        return entries
+
     def add(self, layout: Layout, tokens: int) -> bool:
         """Append the tokens of one forward; return whether they are sharded."""
         sharded = is_sharded(layout, tokens)

@@ -55,6 +55,10 @@ class CachedInfo(SequenceInfo):
     def new(self) -> int:
         return self.step.new
 
+    def gather(self, x_BL: Tensor) -> Tensor:
+        """Return `[B, new, ...]` of all new tokens, on every rank."""
+        return self.sp.gather(x_BL, dim=1, length=self.new) if self.sharded else x_BL
+
     @property
     def new_segments(self) -> Segments | None:
         """Each row's real tokens among the new ones; None if all are real."""
@@ -134,14 +138,13 @@ class ShardedCache(Cache):  # type: ignore[misc]
         for layer, chooser in choosers:
             if not chooser.caches:
                 raise LongspanError(
-                    f"layer {layer} attends to chosen blocks or compressed entries, which a sharded cache does not "
-                    f"hold in this version; this model can be trained and scored; to generate, load it without "
-                    f"longspan.parallelize"
+                    f"layer {layer} attends to chosen blocks, which a sharded cache does not hold in this version; "
+                    f"this model can be trained and scored; to generate, load it without longspan.parallelize"
                 )
             if dtype != "exact" or not latent:
                 raise LongspanError(
-                    f"layer {layer} attends to the tokens that an indexer chooses, and caches latent vectors with "
-                    f"index keys, exactly; got dtype={dtype!r}, latent={latent}: leave both out"
+                    f"layer {layer} attends to chosen tokens or entries, and caches them with index keys, exactly; got "
+                    f"dtype={dtype!r}, latent={latent}: leave both out"
                 )
         super().__init__(layers=[])
         self.config = state.config
@@ -153,7 +156,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         # Ranks differ by a run of generated tokens.
         self.room = -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
         self.layer_caches: dict[int, LayerCache] = {}
-        self.recurrent = next((layer.name for layer in state.mixers.layers), None)  # the first recurrent layer
+        # The first layer whose state cannot go back to fewer tokens, and why.
+        kinds = [f"{x.name} is recurrent" for x in state.mixers.layers]
+        self.recurrent = next(iter(kinds + [f"{x} {chooser.state}" for x, chooser in choosers if chooser.state]), None)
         self.recurrent_layers: dict[str, RecurrentLayer] = {}  # by the name of the module
         self.updated_layer: int | None = None  # of the attention in progress
         self.announced = 0  # tokens of the whole prompt, if it is read in chunks
@@ -326,7 +331,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.check_complete()
         if self.recurrent is not None:
             raise LongspanError(
-                f"layer {self.recurrent} is recurrent, and its state after {past} tokens cannot go back to {length}; "
+                f"layer {self.recurrent}, and its state after {past} tokens cannot go back to {length}; "
                 f"make a new cache for the first {length}"
             )
         discarded = next((layer for layer, store in self.layer_caches.items() if store.start and not all_stored), None)
@@ -344,7 +349,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
         if self.recurrent is not None:
             raise LongspanError(
-                f"layer {self.recurrent} is recurrent, and its state cannot forget drafted tokens that are rejected; "
+                f"layer {self.recurrent}, and its state cannot forget drafted tokens that are rejected; "
                 f"generate without assistant_model and prompt_lookup_num_tokens"
             )
         if self.rollback is None:
