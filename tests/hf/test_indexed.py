@@ -19,7 +19,7 @@ from longspan.hf.forward import indexed
 from tests.choose import confirming
 from tests.fuzz.cases import Case
 from tests.fuzz.run import judge
-from tests.generate.generating import PROMPT, check_generated, generated, made, parallelized, plain, prompt
+from tests.generate.generating import NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt
 from tests.models import (
     COMPRESSED,
     INDEXED,
@@ -151,7 +151,7 @@ def _generates(cases: list[tuple[str, int, bool, Any]]) -> None:
     _in_small_blocks()
     for name, ring, chunked, expected in cases:
         model, sp = parallelized(name, ring, fsdp=ring == 2)
-        cache = longspan.ShardedCache(model, offload="host" if chunked else "none")
+        cache = longspan.ShardedCache(model)
         inputs = {**prompt(1 if chunked else 3, padded=not chunked), "past_key_values": cache}
         check_generated(generated(model, inputs, **({"prefill_chunk_size": 16} if chunked else {})), expected)
         config = model.config
@@ -175,27 +175,70 @@ def test_generated_tokens_and_bytes_of_the_cache(pool4: RankPool) -> None:
     pool4.run(_generates, cases, timeout=120)
 
 
-def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Any) -> None:
-    model = made("GlmMoeDsa")
+@pytest.mark.parametrize("name", ["GlmMoeDsa", "DeepseekV4"])
+def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Any, name: str) -> None:
+    model = made(name)
     cache = transformers.DynamicCache(config=model.config)  # without it, longer rows would choose among equal scores
-    ids, _ = generated(model, {**prompt(), "past_key_values": cache})
-    second = torch.cat([ids, prompt(n=9, seed=8)["input_ids"]], 1)
+    first = generated(model, {**prompt(), "past_key_values": cache}, **CHUNKS)
+    second = torch.cat([first[0], prompt(n=9, seed=8)["input_ids"]], 1)
     expected = generated(model, {"input_ids": second, "past_key_values": cache})
-    get_pool(4).run(_saved, tmp_path / "cache")
-    get_pool(2).run(_loaded, tmp_path / "cache", second, expected)
+    get_pool(4).run(_saved, name, tmp_path / "cache", first)
+    get_pool(2).run(_loaded, name, tmp_path / "cache", second, expected)
 
 
-def _saved(folder: Any) -> None:
-    model, _ = parallelized("GlmMoeDsa", 4, False)
+CHUNKS = {"prefill_chunk_size": 18}  # longer than `FEW` tokens on each of 4 ranks
+
+
+def _saved(name: str, folder: Any, expected: Any) -> None:
+    _in_small_blocks()
+    model, _ = parallelized(name, 4, False)
     cache = longspan.ShardedCache(model)
-    generated(model, {**prompt(), "past_key_values": cache})
+    check_generated(generated(model, {**prompt(), "past_key_values": cache}, **CHUNKS), expected)
     cache.save(folder)
 
 
-def _loaded(folder: Any, second: Any, expected: Any) -> None:
-    model, _ = parallelized("GlmMoeDsa", 2, False)
+def _loaded(name: str, folder: Any, second: Any, expected: Any) -> None:
+    model, _ = parallelized(name, 2, False)
     cache = longspan.ShardedCache.load(folder, model)
     check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected)
+
+
+GENERATED: list[dict[str, Any]] = [{}, CHUNKS, {"prefill_chunk_size": 5}, {"num_beams": 3}, {"max_new_tokens": 70}]
+
+
+def _generates_each(name: str, expected: list[Any]) -> None:
+    for ring in (1, 2, 4):
+        model, sp = parallelized(name, ring, False)
+        if ring > sp.size:
+            continue
+        for options, each in zip(GENERATED, expected, strict=True):
+            check_generated(generated(model, prompt(2), **options), each)
+
+
+@pytest.mark.parametrize(("name", "ranks"), confirming((name, n) for name in ("DeepseekV4",) for n in (2, 4)))
+def test_generated_on_every_mesh(get_pool: Any, name: str, ranks: int) -> None:
+    expected = [plain(name, 2, False, tuple(options.items())) for options in GENERATED]
+    get_pool(ranks).run(_generates_each, name, expected, timeout=240)
+
+
+def test_bytes_and_limits_of_a_cache_of_entries(pool2: RankPool) -> None:
+    pool2.run(_caches_entries)
+
+
+def _caches_entries() -> None:
+    model, sp = parallelized("DeepseekV4", 2, False)
+    cache = longspan.ShardedCache(model)
+    ids = prompt()["input_ids"]
+    generated(model, {"input_ids": ids, "past_key_values": cache})
+    config, stored = model.config, [store.nbytes for store in cache.layer_caches.values()]
+    entries = [cache.kv_placement.of_entries(rate).count(sp.ring_rank) for rate in (2, 4, 2)]
+    widths = config.head_dim + config.index_head_dim, config.head_dim, config.head_dim + config.index_head_dim
+    assert stored[1:] == [4 * n * width for n, width in zip(entries, widths, strict=True)]
+    assert 2 * max(entries) < PROMPT + NEW
+    with pytest.raises(longspan.LongspanError, match="layers.1.self_attn compresses .* state after 44 tokens cannot"):
+        cache.crop(PROMPT)
+    with pytest.raises(longspan.LongspanError, match="layers.1.self_attn of .* joins neighbouring tokens"):
+        generated(model, prompt(2, padded=True))
 
 
 @pytest.mark.parametrize(
@@ -215,16 +258,15 @@ def test_refused_with_a_model() -> None:
     model = longspan.parallelize(build("DeepseekV32", index_topk=1000), longspan.SequenceSharding(longspan.init_mesh()))
     reference = build("DeepseekV32", index_topk=1000)  # more than there are tokens: all of them
     torch.testing.assert_close(model(**inputs_of("")).loss, reference(**inputs_of("")).loss)
-    for options in ({"dtype": "int8"}, {"latent": False}):
-        with pytest.raises(longspan.LongspanError, match="caches latent vectors with index keys, exactly"):
+    for options in ({"dtype": "int8"}, {"latent": False}, {"offload": "host"}):
+        with pytest.raises(longspan.LongspanError, match="caches them with index keys, exactly and on the device"):
             longspan.ShardedCache(model, **options)
     compressed = longspan.parallelize(build("DeepseekV4"), longspan.SequenceSharding(longspan.init_mesh()))
     with pytest.raises(longspan.LongspanError, match="layers.1.self_attn of .* joins neighbouring tokens"):
         compressed(**packed("DeepseekV4"))
-    with pytest.raises(
-        longspan.LongspanError, match="layers.1.self_attn attends to chosen blocks or compressed entries"
-    ):
-        compressed.eval().generate(prompt()["input_ids"], max_new_tokens=2)
+    blocks = longspan.parallelize(build("MiniMaxM3VLText"), longspan.SequenceSharding(longspan.init_mesh()))
+    with pytest.raises(longspan.LongspanError, match="layers.0.self_attn attends to chosen blocks"):
+        blocks.eval().generate(prompt()["input_ids"], max_new_tokens=2)
     ids = inputs_of("")["input_ids"][:1]
     tin = torch.zeros_like(ids)
     with pytest.raises(longspan.LongspanError, match="chooses the tokens that it attends to from the whole row"):

@@ -106,10 +106,10 @@ class KVPlacement:
         return tuple((max(a, start), b) for a, b in self.runs[rank] if b > start)
 
     def of_entries(self, rate: int) -> KVPlacement:
-        """Return the placement of entries that each stand for `rate` tokens; the rank of its last one holds an entry."""
+        """Return the placement of entries of `rate` tokens each; the rank of its last token holds an entry."""
         entries = KVPlacement(len(self.runs))
         entries.length = self.length // rate
-        entries.runs = [[(a // rate, b // rate) for a, b in runs if a // rate < b // rate] for runs in self.runs]
+        entries.runs = [runs_of_entries(runs, rate) for runs in self.runs]
         return entries
 
     def add(self, layout: Layout, tokens: int) -> bool:
@@ -155,6 +155,11 @@ class KVPlacement:
         """Drop the tokens from `length` on."""
         self.runs = [[(a, min(b, length)) for a, b in runs if a < length] for runs in self.runs]
         self.length, self._left = min(self.length, length), 0
+
+
+def runs_of_entries(runs: Sequence[Span], rate: int) -> list[Span]:
+    """Return the spans of entries that each stand for `rate` tokens, and whose last token is in these spans."""
+    return [(a // rate, b // rate) for a, b in runs if a // rate < b // rate]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -141,10 +141,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
                     f"layer {layer} attends to chosen blocks, which a sharded cache does not hold in this version; "
                     f"this model can be trained and scored; to generate, load it without longspan.parallelize"
                 )
-            if dtype != "exact" or not latent:
+            if dtype != "exact" or offload != "none" or not latent:
                 raise LongspanError(
-                    f"layer {layer} attends to chosen tokens or entries, and caches them with index keys, exactly; got "
-                    f"dtype={dtype!r}, latent={latent}: leave both out"
+                    f"layer {layer} attends to chosen tokens or entries, and caches them with index keys, exactly and "
+                    f"on the device; got dtype={dtype!r}, offload={offload!r}, latent={latent}: leave them out"
                 )
         super().__init__(layers=[])
         self.config = state.config
@@ -212,12 +212,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
             return None
         return self.known.followed(past + new)
 
-    def layer_cache(self, layer: int, reach: int | None = None) -> LayerCache:
-        """Return a layer's keys and values on this rank. `reach`: size of its window or chunk, if it has one."""
+    def layer_cache(self, layer: int, reach: int | None = None, rate: int = 1) -> LayerCache:
+        """Return a layer's keys and values on this rank.
+
+        `reach`: size of its window or chunk, if it has one. `rate`: tokens that each stored one stands for.
+        """
         if layer not in self.layer_caches:
-            room = self.room if reach is None else min(self.room, reach)
+            room = (self.room if reach is None else min(self.room, reach)) // rate
             staging = self.staging
             made = LayerCache(room, self.dtype) if staging is None else OffloadedLayerCache(staging, room, self.dtype)
+            made.rate = rate
             self.layer_caches[layer] = made
         return self.layer_caches[layer]
 

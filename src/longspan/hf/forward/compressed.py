@@ -27,6 +27,7 @@ from longspan.attn.indexed import Packing, WindowAndEntries, attend_to_chosen
 from longspan.attn.score import Scores
 from longspan.cache.attend import CacheStep
 from longspan.cache.indexed import attend_compressed, keys_to_score, whole_scores
+from longspan.cache.layer_cache import LayerCache
 from longspan.cache.recurrent import RecurrentLayer
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
@@ -79,9 +80,11 @@ class CompressedLayer(ChoosingLayer):
         N, C = near.shape[1], step.kv_placement.length
         positions = info.sp.positions(info.new) if step.sharded else torch.arange(info.new, device=q.device)
         lists = WindowAndEntries(positions + N - info.new, info.rows, self.window, N, C, *chosen)
-        store, keys = info.cache.layer_cache(self.number), step.index_keys.pop(self.number, None)
-        store.rate = self.part.compress_rate
-        return attend_compressed(step, store, q, near, entries_BCD, keys, lists, scores)
+        keys = step.index_keys.pop(self.number, None)
+        return attend_compressed(step, self._store(info), q, near, entries_BCD, keys, lists, scores)
+
+    def _store(self, info: CachedInfo) -> LayerCache:
+        return info.cache.layer_cache(self.number, rate=self.part.compress_rate)
 
     def _compress(
         self, hidden_BLD: Tensor, q_BLD: Tensor, position_ids: Tensor, cache: None, layer_idx: int
@@ -130,11 +133,12 @@ class CompressedLayer(ChoosingLayer):
         (B, L, _), C = hidden_BLD.shape, found["keys"].shape[1]
         step: CacheStep | None = None
         if isinstance(info, CachedInfo):
-            step, store = info.step.of_entries(self.part.compress_rate), info.cache.layer_cache(self.number)
-            found["keys"], C = keys_to_score(step, store, self.number, found["keys"]), step.kv_placement.length
+            step = info.step.of_entries(self.part.compress_rate)
+            found["keys"] = keys_to_score(step, self._store(info), self.number, found["keys"])
+            C = step.kv_placement.length
 
         def scored(q: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
-            scores = score(q, found["keys"], hidden)
+            scores: Tensor = score(q, found["keys"], hidden)
             found["scores"] = scores if step is None else whole_scores(step, scores)
             return scores[..., :0]
 
