@@ -164,17 +164,19 @@ def runs_of_entries(runs: Sequence[Span], rate: int) -> list[Span]:
 
 @functools.lru_cache(maxsize=4096)
 def tokens_per_rank(
-    layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None
+    layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None, rate: int = 1
 ) -> tuple[int, ...]:
     """Return how many tokens from `start` on each ring rank holds of a prompt and of the tokens generated after it.
 
-    The prompt is processed in chunks of `chunk` tokens, by default `PREFILL_CHUNK` per rank.
+    The prompt is processed in chunks of `chunk` tokens, by default `PREFILL_CHUNK` per rank. `rate`: return how many
+    entries of so many tokens each holds.
     """
     if layout.ring == 1:
-        return (max(0, prompt + generated - start),)
+        return (max(0, (prompt + generated - start) // rate),)
     chunk = chunk or PREFILL_CHUNK * layout.size
     placement = KVPlacement(layout.ring)
     for begin in range(0, prompt, chunk):
         placement.add(layout, min(chunk, prompt - begin))
     placement.grow(generated)
+    placement = placement.of_entries(rate)
     return tuple(placement.count(rank, start) for rank in range(layout.ring))
