@@ -67,14 +67,14 @@ def my_new(step: CacheStep, new_BLX: Tensor) -> Tensor:
     return torch.cat([new_BLX[:, :0], *(new_BLX[:, a - step.past : b - step.past] for a, b in spans)], 1)
 
 
-def keys_to_score(step: CacheStep, store: LayerCache, number: int, new_BLD: Tensor) -> Tensor:
-    """Return the index keys of all tokens; for queries that every rank computes, those that I store.
+def keys_to_score(step: CacheStep, store: LayerCache, number: int, new_BLD: Tensor, whole: bool = False) -> Tensor:
+    """Return the index keys of all tokens; for queries that every rank computes, those that I store, unless `whole`.
 
     Also hand on those of the new tokens to the layer's attention, which stores them.
     """
     past = None if store.rows is None else store.read(new_BLD.dtype)[0][:, 0, :, -new_BLD.shape[2] :]
     step.index_keys[number] = mine = my_new(step, new_BLD)
-    if step.sharded:
+    if step.sharded or whole:
         return whole_of(step, past, new_BLD)
     return mine if past is None else torch.cat([past, mine], 1)
 
@@ -90,7 +90,7 @@ def attend_indexed(
     step: CacheStep,
     store: LayerCache,
     q_BLHW: Tensor,
-    c_BNW: Tensor,
+    kv_BNKW: Tensor,
     index_keys_BTD: Tensor | None,
     chosen_BLT: Tensor,
     packing: Packing,
@@ -102,21 +102,22 @@ def attend_indexed(
         step: the forward.
         store: this layer's cache.
         q_BLHW: queries of my new tokens if they are sharded, else of all.
-        c_BNW: latent vectors of all new tokens.
+        kv_BNKW: latent vectors of all new tokens, or keys with values.
         index_keys_BTD: index keys of the new tokens that I store; None for a layer without an indexer.
         chosen_BLT: tokens of the whole sequence, -1 for none.
-        packing: of the latent vectors.
+        packing: of `kv`.
         scores: with a scale.
     """
-    here, whole = _store(step, store, q_BLHW.shape[2], c_BNW, index_keys_BTD, packing.value.stop)
+    heads, scale = kv_BNKW.shape[2], scores.scale_of(1)
+    here, whole = _store(step, store, q_BLHW.shape[2], kv_BNKW.flatten(2), index_keys_BTD, packing.value.stop)
     if whole is None and step.sp.ring_size == 1:
         whole = here
-    scale = scores.scale_of(1)
     if whole is not None:
-        out = attend_to_chosen(q_BLHW, whole[:, :, None], Lists(chosen_BLT[:, :, None]), packing, scale, scores.sinks)
+        lists, kv = _for_heads(chosen_BLT, heads), whole.unflatten(2, (heads, -1))
+        out = attend_to_chosen(q_BLHW, kv, lists, packing, scale, scores.sinks)
     else:
-        local = Lists(_local_indices(step, chosen_BLT)[:, :, None])
-        part = _packed(*partial_attention(q_BLHW, here[:, :, None], local, packing, scale))
+        lists, kv = _for_heads(_local_indices(step, chosen_BLT), heads), here.unflatten(2, (heads, -1))
+        part = _packed(*partial_attention(q_BLHW, kv, lists, packing, scale))
         out = merge(_parts_of_ring(step, part), scores, q_BLHW.dtype).transpose(1, 2)
     store.release()
     return out
@@ -171,10 +172,14 @@ def _store(
     past = None if store.rows is None else store.read(dtype)[0][:, 0, :, :W]
     whole = whole_of(step, past, new_BNW) if step.sharded else None
     mine = my_new(step, new_BNW)
-    vectors = mine if index_keys_BTD is None else torch.cat([mine, index_keys_BTD.to(dtype)], 2)
+    vectors = mine if index_keys_BTD is None else torch.cat([mine, index_keys_BTD], 2)
     store.shared, store.heads, store.local_kv_heads = values, (heads, 1), (0, 1)
     store.append(vectors[:, None], vectors[:, None, :, :values])
     return store.read(dtype)[0][:, 0, :, :W], whole
+
+
+def _for_heads(chosen_BLT: Tensor, heads: int) -> Lists:
+    return Lists(chosen_BLT[:, :, None].expand(-1, -1, heads, -1))
 
 
 def _packed(out_BLHV: Tensor, lse_BLH: Tensor) -> Tensor:

@@ -92,6 +92,15 @@ class KnownTokens:
         return KnownTokens(length, segments, self.holes, self.last_position + length - self.length)
 
 
+class _Layers(list[Any]):
+    """No layers; Qwen4-Exp asks one for the positions of cached tokens, which are stored with their index keys."""
+
+    indexer_position_ids = property(lambda _: None, lambda *_: None)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self
+
+
 class ShardedCache(Cache):  # type: ignore[misc]
     """A KV cache sharded over the ranks of a parallelized model.
 
@@ -146,7 +155,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                     f"layer {layer} attends to chosen tokens or entries, and caches them with index keys, exactly and "
                     f"on the device; got dtype={dtype!r}, offload={offload!r}, latent={latent}: leave them out"
                 )
-        super().__init__(layers=[])
+        super().__init__(layers=_Layers())
         self.config = state.config
         self.sp: SequenceSharding = state.sp
         self.kv_placement = KVPlacement(self.sp.ring_size)  # which ring rank holds which tokens

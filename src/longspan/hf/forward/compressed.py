@@ -29,12 +29,13 @@ from longspan.cache.attend import CacheStep
 from longspan.cache.indexed import attend_compressed, keys_to_score, whole_scores
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.recurrent import RecurrentLayer
+from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import MaskRequest, padding_sees_itself
-from longspan.hf.forward.indexed import ChoosingLayer, replaced
+from longspan.hf.forward.indexed import ChoosingLayer, my_positions, replaced
 from longspan.hf.model.support import HELP
 
 
@@ -78,8 +79,8 @@ class CompressedLayer(ChoosingLayer):
         near = kv_BND if state.conv is None else torch.cat([state.conv, kv_BND], 1)
         state.conv = near[:, max(0, near.shape[1] - self.window + 1) :].clone()
         N, C = near.shape[1], step.kv_placement.length
-        positions = info.sp.positions(info.new) if step.sharded else torch.arange(info.new, device=q.device)
-        lists = WindowAndEntries(positions + N - info.new, info.rows, self.window, N, C, *chosen)
+        positions = to_device(my_positions(info), q.device) - info.length + N
+        lists = WindowAndEntries(positions, info.rows, self.window, N, C, *chosen)
         keys = step.index_keys.pop(self.number, None)
         return attend_compressed(step, self._store(info), q, near, entries_BCD, keys, lists, scores)
 
