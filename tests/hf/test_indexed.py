@@ -134,6 +134,24 @@ def test_one_process_with_pictures(
     assert outcome.kind == "equal", outcome.text
 
 
+GENERATES: dict[str, Any] = {"job": "generate", "generation": {"max_new_tokens": 4}, "padding": "left", "length": 21}
+CHUNKED = {**GENERATES, "generation": {"max_new_tokens": 4, "prefill_chunk_size": 18}}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "options"),
+    [
+        ("glm5_next", {"ring": 2}, GENERATES),
+        *confirming((f, mesh, CHUNKED) for f in ("qwen4_exp", "glm5_next") for mesh, _ in EACH_MESH),
+    ],
+)
+def test_generated_with_pictures(
+    get_pool: Callable[[int], RankPool], family: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    [outcome] = judge([Case(f"types/{family}", mesh=mesh, **options)], get_pool)
+    assert outcome.kind == "equal", outcome.text
+
+
 def test_many_scores_of_the_small_indexers_are_equal() -> None:
     """Otherwise the tests above would not see which of them is taken."""
     model, tied = build("DeepseekV32"), list[bool]()
@@ -178,7 +196,7 @@ def test_generated_tokens_and_bytes_of_the_cache(pool4: RankPool) -> None:
     pool4.run(_generates, cases, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["GlmMoeDsa", "DeepseekV4"])
+@pytest.mark.parametrize("name", ["GlmMoeDsa", "DeepseekV4", "Qwen4ExpText"])
 def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Any, name: str) -> None:
     model = made(name)
     cache = transformers.DynamicCache(config=model.config)  # without it, longer rows would choose among equal scores
@@ -216,7 +234,9 @@ def _generates_each(name: str, rings: list[int], expected: list[Any]) -> None:
             check_generated(generated(model, prompt(2), **options), each)
 
 
-@pytest.mark.parametrize(("name", "ranks"), confirming((name, n) for name in ("DeepseekV4",) for n in (2, 4)))
+@pytest.mark.parametrize(
+    ("name", "ranks"), confirming((name, n) for name in ("DeepseekV4", "Qwen4ExpText") for n in (2, 4))
+)
 def test_generated_on_every_mesh(get_pool: Any, name: str, ranks: int) -> None:
     expected = [plain(name, 2, False, tuple(options.items())) for options in GENERATED]
     rings = [ring for ring in (1, 2, 4) if ring <= ranks]
