@@ -28,7 +28,8 @@ class Indexed(TokenMixing):
         top_k: tokens that each query attends to, at most.
         index_heads: heads of the indexer; 0 for a layer that attends to what a layer before it has chosen.
         index_dim: elements of an index key.
-        beside: elements that are gathered with an index key: of positions (Qwen4-Exp), or weights in a pool (GLM-5.3).
+        beside: elements that are gathered and cached with an index key: of positions (Qwen4-Exp), or weights in a pool
+            (GLM-5.3).
         block: tokens that a score is for.
         rate: tokens that a cached vector stands for.
     """
@@ -49,7 +50,12 @@ class Indexed(TokenMixing):
     @property
     def cached_per_token(self) -> int:
         """Elements of a latent vector and an index key."""
-        return self.width + self.index_dim
+        return self.width + self.index_dim + self.beside
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's partial output."""
+        return self.rank
 
     def seen(self, context: int) -> int:
         return min(context, self.top_k)
@@ -74,7 +80,7 @@ class Indexed(TokenMixing):
     def max_flops(self, c: CostContext) -> float:
         n, mesh = c.job.context, c.mesh
         if c.job.mode == "decode":
-            scored, chosen = n / mesh.ring, self.seen(n) / mesh.ring
+            scored, chosen = n / (1 if self.block > 1 else mesh.ring), self.seen(n) / mesh.ring
         else:
             scored, chosen = _most_pairs(c.layout, n, self.top_k)
         return c.sequences * (chosen * self._of_chosen + scored * self._of_scored)
@@ -135,17 +141,27 @@ class Indexed(TokenMixing):
         return self._gathered("all_gather", "sequence", tokens, c)
 
     def _few(self, c: CostContext, tokens: int, length: int) -> list[Sent]:
-        """Return what a few new tokens, the last of `length`, send over a ring, in fp32."""
+        """Return what a few new tokens, the last of `length`, send over a ring: outputs in fp32, and scores in fp32 or,
+        where a score is for several tokens, the index keys before them.
+        """
         others, new = c.mesh.ring - 1, c.sequences * tokens
         if not others:
             return []
+        outputs = Sent("all_gather", "ring", "O and log-sum-exp of all parts",
+                       new * self.q_heads * (self.value_dim + 1) * 4 * others)  # fmt: skip
+        if not self.index_heads:
+            return [outputs]
+        if self.block > 1:
+            held = self._held(c, length - tokens) * c.sequences
+            return [*self._gathered("all_gather", "ring", held * others, c)[1:], outputs]
+        scores = new * self._held(c, length) * INDEX_BYTES * others
+        return [Sent("all_gather", "ring", "scores of the indexer", scores), outputs]
+
+    def _held(self, c: CostContext, length: int) -> int:
+        """Return the vectors of the rank that holds most."""
         if c.job.mode == "decode":  # ranks stay balanced
-            held = -(-length // self.rate // c.mesh.ring)
-        else:
-            held = max(tokens_per_rank(c.layout, length, chunk=c.job.prefill_chunk, rate=self.rate))
-        outputs = new * self.q_heads * (self.rank + 1) * 4 * others
-        scores = [Sent("all_gather", "ring", "scores of the indexer", new * held * INDEX_BYTES * others)]
-        return [*scores[: self.index_heads], Sent("all_gather", "ring", "O and log-sum-exp of all parts", outputs)]
+            return -(-length // self.rate // c.mesh.ring)
+        return max(tokens_per_rank(c.layout, length, chunk=c.job.prefill_chunk, rate=self.rate))
 
     # Memory.
 
@@ -187,14 +203,15 @@ class Indexed(TokenMixing):
 
 @dataclass(frozen=True)
 class ChosenBlocks(Indexed):
-    """Attention to chosen blocks of keys (MiniMax-M3, Qwen4-Exp); `width` are the keys and values of all KV heads.
-
-    It is trained and scored, and does not generate.
-    """
+    """Attention to chosen blocks of keys (MiniMax-M3, Qwen4-Exp); `width` are the keys and values of all KV heads."""
 
     @property
     def name(self) -> str:
         return "blocks"
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim
 
     @property
     def _of_chosen(self) -> float:
