@@ -29,6 +29,7 @@ AS_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"], "num_hidden_layers": 2,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         "mlp_layer_types": ["hash_moe", "moe"], "partial_rotary_factor": 0.5, "num_key_value_heads": 1,
+        "index_n_heads": 32,  # of fewer, many scores are equal, and transformers chooses others in chunks
     },
     "dots3_note_text": {
         "layer_types": ["indexed_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],

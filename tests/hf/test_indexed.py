@@ -16,10 +16,13 @@ import longspan
 from longspan import Memory
 from longspan.core.memory import LONGEST
 from longspan.hf.forward import indexed
+from longspan.plan import Job
+from longspan.plan.from_model import shape_from_config
+from longspan.plan.job import CostContext
 from tests.choose import confirming
 from tests.fuzz.cases import Case
 from tests.fuzz.run import judge
-from tests.generate.generating import PROMPT, check_generated, generated, made, parallelized, plain, prompt
+from tests.generate.generating import NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt
 from tests.models import (
     COMPRESSED,
     INDEXED,
@@ -131,6 +134,17 @@ def test_one_process_with_pictures(
     assert outcome.kind == "equal", outcome.text
 
 
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    confirming((f, {"ring": ring, "ulysses": 2 // ring}) for f in ("qwen4_exp", "glm5_next") for ring in (1, 2)),
+)
+def test_generated_with_pictures(get_pool: Callable[[int], RankPool], family: str, mesh: dict[str, int]) -> None:
+    chunks = {"max_new_tokens": 4, "prefill_chunk_size": 18}
+    case = Case(f"types/{family}", mesh=mesh, job="generate", generation=chunks, padding="left", length=21)
+    [outcome] = judge([case], get_pool)
+    assert outcome.kind == "equal", outcome.text
+
+
 def test_many_scores_of_the_small_indexers_are_equal() -> None:
     """Otherwise the tests above would not see which of them is taken."""
     model, tied = build("DeepseekV32"), list[bool]()
@@ -151,7 +165,7 @@ def _generates(cases: list[tuple[str, int, bool, Any]]) -> None:
     _in_small_blocks()
     for name, ring, chunked, expected in cases:
         model, sp = parallelized(name, ring, fsdp=ring == 2)
-        cache = longspan.ShardedCache(model, offload="host" if chunked else "none")
+        cache = longspan.ShardedCache(model)
         inputs = {**prompt(1 if chunked else 3, padded=not chunked), "past_key_values": cache}
         check_generated(generated(model, inputs, **({"prefill_chunk_size": 16} if chunked else {})), expected)
         config = model.config
@@ -175,27 +189,74 @@ def test_generated_tokens_and_bytes_of_the_cache(pool4: RankPool) -> None:
     pool4.run(_generates, cases, timeout=120)
 
 
-def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Any) -> None:
-    model = made("GlmMoeDsa")
+@pytest.mark.parametrize("name", ["GlmMoeDsa", "DeepseekV4", "Qwen4ExpText"])
+def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Any, name: str) -> None:
+    model = made(name)
     cache = transformers.DynamicCache(config=model.config)  # without it, longer rows would choose among equal scores
-    ids, _ = generated(model, {**prompt(), "past_key_values": cache})
-    second = torch.cat([ids, prompt(n=9, seed=8)["input_ids"]], 1)
-    expected = generated(model, {"input_ids": second, "past_key_values": cache})
-    get_pool(4).run(_saved, tmp_path / "cache")
-    get_pool(2).run(_loaded, tmp_path / "cache", second, expected)
+    first = generated(model, {**prompt(), "past_key_values": cache}, **CHUNKS)
+    second = torch.cat([first[0], prompt(n=9, seed=8)["input_ids"]], 1)
+    expected = generated(model, {**_all_real(second), "past_key_values": cache})
+    get_pool(4).run(_saved, name, tmp_path / "cache", first)
+    get_pool(2).run(_loaded, name, tmp_path / "cache", second, expected)
 
 
-def _saved(folder: Any) -> None:
-    model, _ = parallelized("GlmMoeDsa", 4, False)
+CHUNKS = {"prefill_chunk_size": 17}  # longer than `FEW` tokens on each of 4 ranks, and the last chunk not
+
+
+def _saved(name: str, folder: Any, expected: Any) -> None:
+    _in_small_blocks()
+    model, _ = parallelized(name, 4, False)
     cache = longspan.ShardedCache(model)
-    generated(model, {**prompt(), "past_key_values": cache})
+    check_generated(generated(model, {**prompt(), "past_key_values": cache}, **CHUNKS), expected)
     cache.save(folder)
 
 
-def _loaded(folder: Any, second: Any, expected: Any) -> None:
-    model, _ = parallelized("GlmMoeDsa", 2, False)
+def _loaded(name: str, folder: Any, second: Any, expected: Any) -> None:
+    model, _ = parallelized(name, 2, False)
     cache = longspan.ShardedCache.load(folder, model)
-    check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected)
+    check_generated(generated(model, {**_all_real(second), "past_key_values": cache}), expected)
+
+
+def _all_real(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+GENERATED: list[dict[str, Any]] = [{}, CHUNKS, {"prefill_chunk_size": 5}, {"num_beams": 3}, {"max_new_tokens": 70}]
+
+
+def _generates_each(name: str, rings: list[int], expected: list[Any]) -> None:
+    for ring in rings:
+        model, _ = parallelized(name, ring, False)
+        for options, each in zip(GENERATED, expected, strict=True):
+            check_generated(generated(model, prompt(2), **options), each)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), confirming((name, n) for name in ("DeepseekV4", "Qwen4ExpText") for n in (2, 4))
+)
+def test_generated_on_every_mesh(get_pool: Any, name: str, ranks: int) -> None:
+    expected = [plain(name, 2, False, tuple(options.items())) for options in GENERATED]
+    rings = [ring for ring in (1, 2, 4) if ring <= ranks]
+    get_pool(ranks).run(_generates_each, name, rings, expected, timeout=240)
+
+
+def test_bytes_and_limits_of_a_cache_of_entries(pool2: RankPool) -> None:
+    pool2.run(_caches_entries)
+
+
+def _caches_entries() -> None:
+    model, sp = parallelized("DeepseekV4", 2, False)
+    cache = longspan.ShardedCache(model)
+    ids = prompt()["input_ids"]
+    generated(model, {"input_ids": ids, "past_key_values": cache})
+    shape = shape_from_config(model.config.to_dict(), "test")
+    c = CostContext(shape, Job(context=PROMPT, mode="prefill", dtype="fp32").on(ring=2))
+    planned = [layer.mixing.cache_by_rank(c, generated=NEW - 1)[sp.rank] for layer in shape.layers]
+    assert cache.nbytes == sum(planned)
+    with pytest.raises(longspan.LongspanError, match="layers.1.self_attn compresses .* state after 44 tokens cannot"):
+        cache.crop(PROMPT)
+    with pytest.raises(longspan.LongspanError, match="layers.1.self_attn of .* joins neighbouring tokens"):
+        generated(model, prompt(2, padded=True))
 
 
 @pytest.mark.parametrize(
@@ -215,16 +276,15 @@ def test_refused_with_a_model() -> None:
     model = longspan.parallelize(build("DeepseekV32", index_topk=1000), longspan.SequenceSharding(longspan.init_mesh()))
     reference = build("DeepseekV32", index_topk=1000)  # more than there are tokens: all of them
     torch.testing.assert_close(model(**inputs_of("")).loss, reference(**inputs_of("")).loss)
-    for options in ({"dtype": "int8"}, {"latent": False}):
-        with pytest.raises(longspan.LongspanError, match="caches latent vectors with index keys, exactly"):
+    for options in ({"dtype": "int8"}, {"latent": False}, {"offload": "host"}):
+        with pytest.raises(longspan.LongspanError, match="caches them with index keys, exactly and on the device"):
             longspan.ShardedCache(model, **options)
     compressed = longspan.parallelize(build("DeepseekV4"), longspan.SequenceSharding(longspan.init_mesh()))
     with pytest.raises(longspan.LongspanError, match="layers.1.self_attn of .* joins neighbouring tokens"):
         compressed(**packed("DeepseekV4"))
-    with pytest.raises(
-        longspan.LongspanError, match="layers.1.self_attn attends to chosen blocks or compressed entries"
-    ):
-        compressed.eval().generate(prompt()["input_ids"], max_new_tokens=2)
+    blocks = longspan.parallelize(build("MiniMaxM3VLText"), longspan.SequenceSharding(longspan.init_mesh()))
+    with pytest.raises(longspan.LongspanError, match="layers.0.self_attn attends to chosen blocks"):
+        blocks.eval().generate(prompt()["input_ids"], max_new_tokens=2)
     ids = inputs_of("")["input_ids"][:1]
     tin = torch.zeros_like(ids)
     with pytest.raises(longspan.LongspanError, match="chooses the tokens that it attends to from the whole row"):

@@ -503,7 +503,17 @@ def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) 
     ("mesh", "config", "sharded"),
     each_value(
         [ParallelConfig(ulysses=4), ParallelConfig(ring=4), ParallelConfig(ring=2, ulysses=2), ParallelConfig(ring=2)],
-        grouped([({}, True), ({"model_type": "mistral", "sliding_window": 8}, False), (MLA, True), (DSA, True)]),
+        grouped(
+            [
+                ({}, True),
+                ({"model_type": "mistral", "sliding_window": 8}, False),
+                (MLA, True),
+                (DSA, True),
+                (QWEN4, True),
+                # As many entries on each of 4 ranks as are planned.
+                ({**V4, "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 6}}, True),
+            ]
+        ),
     ),
     ids=str,
 )

@@ -128,6 +128,9 @@ def partial_attention(
 
     In fp32 at least, and without gradients. A query without keys gets 0 and -inf.
     """
+    if not kv_BNKW.shape[1] or not chosen.width:
+        lse = q_BLHD.new_full(q_BLHD.shape[:3], -math.inf, dtype=torch.promote_types(q_BLHD.dtype, torch.float32))
+        return lse.new_zeros(*lse.shape, packing.value.stop - packing.value.start), lse
     outs, lses = list[Tensor](), list[Tensor]()
     for block in _blocks(q_BLHD, kv_BNKW, None, chosen, packing, scale):
         outs.append(torch.matmul(block.weights, block.values).to(block.lse.dtype).flatten(1, 2))

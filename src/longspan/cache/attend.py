@@ -26,7 +26,7 @@ heads, K KV heads, D head_dim of q and k, V of v; lower-case h, k: this rank's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,11 @@ class CacheStep:
     def past(self) -> int:
         """Tokens before the new ones."""
         return self.kv_placement.length - self.new
+
+    def of_entries(self, rate: int) -> CacheStep:
+        """Return the same step of entries that each stand for `rate` tokens."""
+        placement = self.kv_placement.of_entries(rate)
+        return replace(self, kv_placement=placement, new=placement.length - self.past // rate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Indexed attention over a sharded cache, which stores a token's latent vector and index key together.
+"""Indexed attention over a sharded cache, which stores a token's latent vector and index key together, or an entry's.
 
 Each rank of a ring stores its tokens. A chunk of a prompt gathers those of all ranks, and its queries stay. Every rank
 computes a few new tokens redundantly: it scores the index keys that it stores, and gathers the rows of scores, as the
@@ -14,12 +14,13 @@ rotary part, H query heads, R elements of a latent vector.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longspan.attn.indexed import Lists, Packing, attend_to_chosen, partial_attention
+from longspan.attn.indexed import Lists, Packing, WindowAndEntries, attend_to_chosen, partial_attention
 from longspan.cache.attend import merge
 from longspan.compat.torch_api import gather_into
 
@@ -60,11 +61,36 @@ def whole_of(step: CacheStep, past_BTX: Tensor | None, new_BLX: Tensor) -> Tenso
     return torch.cat([in_sequence(step, past_BTX, step.past), new_BLX], 1)
 
 
+def my_new(step: CacheStep, new_BLX: Tensor) -> Tensor:
+    """Return those of the new tokens that I store."""
+    spans = step.kv_placement.held(step.sp.ring_rank, step.past)
+    return torch.cat([new_BLX[:, :0], *(new_BLX[:, a - step.past : b - step.past] for a, b in spans)], 1)
+
+
+def keys_to_score(step: CacheStep, store: LayerCache, number: int, new_BLD: Tensor, whole: bool = False) -> Tensor:
+    """Return the index keys of all tokens; for queries that every rank computes, those that I store, unless `whole`.
+
+    Also hand on those of the new tokens to the layer's attention, which stores them.
+    """
+    past = None if store.rows is None else store.read(new_BLD.dtype)[0][:, 0, :, -new_BLD.shape[2] :]
+    step.index_keys[number] = mine = my_new(step, new_BLD)
+    if step.sharded or whole:
+        return whole_of(step, past, new_BLD)
+    return mine if past is None else torch.cat([past, mine], 1)
+
+
+def whole_scores(step: CacheStep, scores_BLT: Tensor) -> Tensor:
+    """Return the scores of all index keys, `[B, L, N]`, from those of `keys_to_score`."""
+    if step.sharded:
+        return scores_BLT
+    return in_sequence(step, scores_BLT.transpose(1, 2), step.kv_placement.length).transpose(1, 2)
+
+
 def attend_indexed(
     step: CacheStep,
     store: LayerCache,
     q_BLHW: Tensor,
-    c_BLW: Tensor,
+    kv_BNKW: Tensor,
     index_keys_BTD: Tensor | None,
     chosen_BLT: Tensor,
     packing: Packing,
@@ -76,38 +102,107 @@ def attend_indexed(
         step: the forward.
         store: this layer's cache.
         q_BLHW: queries of my new tokens if they are sharded, else of all.
-        c_BLW: their latent vectors.
+        kv_BNKW: latent vectors of all new tokens, or keys with values.
         index_keys_BTD: index keys of the new tokens that I store; None for a layer without an indexer.
         chosen_BLT: tokens of the whole sequence, -1 for none.
-        packing: of the latent vectors.
+        packing: of `kv`.
         scores: with a scale.
     """
-    W, scale = c_BLW.shape[2], scores.scale_of(1)
-    if step.sharded:
-        c_BLW = step.sp.gather(c_BLW, dim=1, length=step.new)
-    spans = step.kv_placement.held(step.sp.ring_rank, step.past)
-    mine = torch.cat([c_BLW[:, :0], *(c_BLW[:, a - step.past : b - step.past] for a, b in spans)], 1)
-    past = None if store.rows is None else store.read(c_BLW.dtype)[0][:, 0, :, :W]
-    whole = whole_of(step, past, c_BLW) if step.sharded else None
-    vectors = mine if index_keys_BTD is None else torch.cat([mine, index_keys_BTD.to(mine.dtype)], 2)
-    store.shared = packing.value.stop
-    store.heads, store.local_kv_heads = (q_BLHW.shape[2], 1), (0, 1)
-    store.append(vectors[:, None], vectors[:, None, :, : store.shared])
+    heads, scale = kv_BNKW.shape[2], scores.scale_of(1)
+    here, whole = _store(step, store, q_BLHW.shape[2], kv_BNKW.flatten(2), index_keys_BTD, packing.value.stop)
     if whole is None and step.sp.ring_size == 1:
-        whole = store.read(c_BLW.dtype)[0][:, 0, :, :W]
+        whole = here
     if whole is not None:
-        out = attend_to_chosen(q_BLHW, whole[:, :, None], Lists(chosen_BLT[:, :, None]), packing, scale, scores.sinks)
-        store.release()
-        return out
-    here = store.read(c_BLW.dtype)[0][:, 0, :, None, :W]
-    local = _local_indices(step, chosen_BLT)
-    out, lse = partial_attention(q_BLHW, here, Lists(local[:, :, None]), packing, scale)
+        lists, kv = _for_heads(chosen_BLT, heads), whole.unflatten(2, (heads, -1))
+        out = attend_to_chosen(q_BLHW, kv, lists, packing, scale, scores.sinks)
+    else:
+        lists, kv = _for_heads(_local_indices(step, chosen_BLT), heads), here.unflatten(2, (heads, -1))
+        part = _packed(*partial_attention(q_BLHW, kv, lists, packing, scale))
+        out = merge(_parts_of_ring(step, part), scores, q_BLHW.dtype).transpose(1, 2)
     store.release()
-    packed = torch.cat([out, lse[..., None]], -1).transpose(1, 2).contiguous()
-    parts = packed.new_empty(step.sp.ring_size, *packed.shape)
-    assert step.sp.ring_group is not None
-    gather_into(parts.view(-1), packed.view(-1), group=step.sp.ring_group)
-    return merge(parts, scores, q_BLHW.dtype).transpose(1, 2)
+    return out
+
+
+def attend_compressed(
+    step: CacheStep,
+    store: LayerCache,
+    q_BLHD: Tensor,
+    near_BND: Tensor,
+    entries_BED: Tensor,
+    index_keys_BTI: Tensor | None,
+    lists: WindowAndEntries,
+    scores: Scores,
+) -> Tensor:
+    """Store the new entries, and return the attention of my new tokens to their windows and entries, `[B, L, H, D]`.
+
+    Args:
+        step: the forward, of entries (`CacheStep.of_entries`).
+        store: the entries of this layer.
+        q_BLHD: queries of my new tokens if they are sharded, else of all.
+        near_BND: keys of the new tokens and of the window before them.
+        entries_BED: all new entries.
+        index_keys_BTI: index keys of the new entries that I store; None for a layer without an indexer.
+        lists: of `near` and of the entries of the whole sequence.
+        scores: with sinks.
+    """
+    D = entries_BED.shape[2]
+    here, whole = _store(step, store, q_BLHD.shape[2], entries_BED, index_keys_BTI, D)
+    packing, scale = Packing(slice(0, D), slice(0, D)), scores.scale_of(D)
+    if whole is not None:
+        kv = torch.cat([near_BND, whole], 1)[:, :, None]
+        out = attend_to_chosen(q_BLHD, kv, lists, packing, scale, scores.sinks)
+    else:  # without a copy of what is stored: the window and the entries are parts, too
+        window = replace(lists, entries=0, best_BLT=None, seen_BL=lists.seen_BL * 0)
+        near = _packed(*partial_attention(q_BLHD, near_BND[:, :, None], window, packing, scale))
+        local = _local_entries(step, lists)
+        part = _packed(*partial_attention(q_BLHD, here[:, :, None], local, packing, scale))
+        out = merge(torch.cat([near[None], _parts_of_ring(step, part)]), scores, q_BLHD.dtype).transpose(1, 2)
+    store.release()
+    return out
+
+
+def _store(
+    step: CacheStep, store: LayerCache, heads: int, new_BNW: Tensor, index_keys_BTD: Tensor | None, values: int
+) -> tuple[Tensor, Tensor | None]:
+    """Store my share of new vectors, whose first elements are values, with index keys.
+
+    Return all that I store, `[B, T, W]`; and, if my queries are sharded, those of the whole sequence.
+    """
+    W, dtype = new_BNW.shape[2], new_BNW.dtype
+    past = None if store.rows is None else store.read(dtype)[0][:, 0, :, :W]
+    whole = whole_of(step, past, new_BNW) if step.sharded else None
+    mine = my_new(step, new_BNW)
+    vectors = mine if index_keys_BTD is None else torch.cat([mine, index_keys_BTD], 2)
+    store.shared, store.heads, store.local_kv_heads = values, (heads, 1), (0, 1)
+    store.append(vectors[:, None], vectors[:, None, :, :values])
+    return store.read(dtype)[0][:, 0, :, :W], whole
+
+
+def _for_heads(chosen_BLT: Tensor, heads: int) -> Lists:
+    return Lists(chosen_BLT[:, :, None].expand(-1, -1, heads, -1))
+
+
+def _packed(out_BLHV: Tensor, lse_BLH: Tensor) -> Tensor:
+    return torch.cat([out_BLHV, lse_BLH[..., None]], -1).transpose(1, 2).contiguous()
+
+
+def _parts_of_ring(step: CacheStep, part: Tensor) -> Tensor:
+    """Return the partial outputs of all ranks of the ring, stacked."""
+    if step.sp.ring_group is None or step.sp.ring_size == 1:
+        return part[None]
+    parts = part.new_empty(step.sp.ring_size, *part.shape)
+    gather_into(parts.view(-1), part.view(-1), group=step.sp.ring_group)
+    return parts
+
+
+def _local_entries(step: CacheStep, lists: WindowAndEntries) -> WindowAndEntries:
+    """Return the lists of the entries that I store."""
+    spans, seen = step.kv_placement.held(step.sp.ring_rank), lists.seen_BL
+    local = replace(lists, window=0, tokens=0, entries=sum(b - a for a, b in spans))
+    if lists.best_BLT is not None:
+        return replace(local, best_BLT=_local_indices(step, lists.best_BLT))
+    seen_here = sum(((seen - a).clamp(0, b - a) for a, b in spans), torch.zeros_like(seen))
+    return replace(local, seen_BL=seen_here)
 
 
 def _local_indices(step: CacheStep, chosen_BLT: Tensor) -> Tensor:

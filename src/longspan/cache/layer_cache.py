@@ -32,6 +32,7 @@ class LayerCache:
             scale per head and token, `[B, K, T, 1]`, so that appending tokens never rewrites cached ones.
 
     Attributes:
+        rate: tokens of the sequence that each stored one stands for (entries of DeepSeek-V4).
         shared: values are the first `shared` elements of the keys, and not stored; 0: they are stored.
         start: the first token of the sequence that is cached, here or on another rank of the ring; equal on all.
         count: tokens that are stored here.
@@ -42,6 +43,7 @@ class LayerCache:
     def __init__(self, room: int = 0, dtype: CacheDtype = "exact") -> None:
         self.room, self._format = room, QUANTIZED_FORMATS.get(dtype)
         self.start = self.count = self.shared = 0
+        self.rate = 1
         self.heads, self.local_kv_heads = (0, 0), (0, 0)
         self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, capacity, width]
         self._at = 0  # index of the first token in them

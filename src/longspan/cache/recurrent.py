@@ -1,4 +1,4 @@
-"""States of recurrent layers and short convolutions in a KV cache; every rank holds them whole."""
+"""States of recurrent layers, short convolutions and compressors in a KV cache; every rank holds them whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class RecurrentLayer:
     here, and store the next one.
 
     Attributes:
-        conv: the last inputs of its convolution, `[B, channels, kernel - 1]`; None before the first forward.
+        conv: the last inputs of its convolution, `[B, channels, kernel - 1]`, of a compressor or window, `[B, tokens,
+            channels]`; None before the first forward.
         recurrent: its state, in the layer's own form; None before the first forward, or if it only convolves.
         updates: whether the forward in progress is one token per row, for the layer's own update.
         is_read: whether the layer has read its state here in the forward in progress.

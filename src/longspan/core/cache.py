@@ -105,6 +105,13 @@ class KVPlacement:
         """Return a rank's spans from token `start` on."""
         return tuple((max(a, start), b) for a, b in self.runs[rank] if b > start)
 
+    def of_entries(self, rate: int) -> KVPlacement:
+        """Return the placement of entries of `rate` tokens each; the rank of its last token holds an entry."""
+        entries = KVPlacement(len(self.runs))
+        entries.length = self.length // rate
+        entries.runs = [runs_of_entries(runs, rate) for runs in self.runs]
+        return entries
+
     def add(self, layout: Layout, tokens: int) -> bool:
         """Append the tokens of one forward; return whether they are sharded."""
         sharded = is_sharded(layout, tokens)
@@ -150,19 +157,26 @@ class KVPlacement:
         self.length, self._left = min(self.length, length), 0
 
 
+def runs_of_entries(runs: Sequence[Span], rate: int) -> list[Span]:
+    """Return the spans of entries that each stand for `rate` tokens, and whose last token is in these spans."""
+    return [(a // rate, b // rate) for a, b in runs if a // rate < b // rate]
+
+
 @functools.lru_cache(maxsize=4096)
 def tokens_per_rank(
-    layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None
+    layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None, rate: int = 1
 ) -> tuple[int, ...]:
     """Return how many tokens from `start` on each ring rank holds of a prompt and of the tokens generated after it.
 
-    The prompt is processed in chunks of `chunk` tokens, by default `PREFILL_CHUNK` per rank.
+    The prompt is processed in chunks of `chunk` tokens, by default `PREFILL_CHUNK` per rank. `rate`: return how many
+    entries of so many tokens each holds.
     """
     if layout.ring == 1:
-        return (max(0, prompt + generated - start),)
+        return (max(0, (prompt + generated - start) // rate),)
     chunk = chunk or PREFILL_CHUNK * layout.size
     placement = KVPlacement(layout.ring)
     for begin in range(0, prompt, chunk):
         placement.add(layout, min(chunk, prompt - begin))
     placement.grow(generated)
+    placement = placement.of_entries(rate)
     return tuple(placement.count(rank, start) for rank in range(layout.ring))

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longspan.comm.agree import gather_objects, on_every_rank
+from longspan.core.cache import runs_of_entries
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 from longspan.core.heads import split_groups, split_heads
 from longspan.hf.model.support import heads_of
@@ -75,7 +76,12 @@ def save(cache: ShardedCache, path: Path) -> None:
         if rank:
             return
         facts = {
-            str(i): {"heads": _model_heads(cache, store)[0], "start": store.start, "shared": store.shared}
+            str(i): {
+                "heads": _model_heads(cache, store)[0],
+                "start": store.start,
+                "shared": store.shared,
+                "rate": store.rate,
+            }
             for i, store in layers.items()
         }
         placed = cache.kv_placement.length
@@ -136,7 +142,8 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any]) -> None:
     def read() -> None:
         for layer, facts in index["layers"].items():
             # A layer with a window has discarded older tokens, and needs no room for them.
-            store, start = cache.layer_cache(int(layer), 0 if facts["start"] else None), facts["start"]
+            start, rate = facts["start"], facts["rate"]
+            store = cache.layer_cache(int(layer), 0 if start else None, rate)
             store.shared = facts["shared"]
             q_heads, kv_heads = facts["heads"]
             group = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
@@ -144,9 +151,9 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any]) -> None:
             mine = split_heads(*store.heads, sp.ulysses_size)[sp.ulysses_rank]
             store.local_kv_heads = mine.kv_start, mine.kv_stop
             runs, heads = cache.kv_placement.runs[sp.ring_rank], _model_heads(cache, store)[1]
-            targets = [(max(a, start), b) for a, b in runs if b > start]
+            targets = _stored(runs, start, rate)
             tensors = (1 if store.shared else 2) * (1 if cache.dtype == "exact" else 2)
-            stored = [_read(path, index["parts"], layer, n, start, targets, heads) for n in range(tensors)]
+            stored = [_read(path, index["parts"], layer, n, facts, targets, heads) for n in range(tensors)]
             store.fill(stored if cache.staging is not None else [x.to(sp.device) for x in stored], start)
         with safe_open(path / index["parts"][0]["file"], "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no dict)
@@ -158,18 +165,23 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any]) -> None:
 
 
 def _read(
-    path: Path, parts: list[dict[str, Any]], layer: str, number: int, start: int, targets: list[Span], heads: Span
+    path: Path,
+    parts: list[dict[str, Any]],
+    layer: str,
+    number: int,
+    facts: dict[str, Any],
+    targets: list[Span],
+    heads: Span,
 ) -> Tensor:
     """Return `[B, heads, tokens, width]` of a layer's tensor from files that any mesh wrote.
 
-    `targets` are the token runs of this rank, ascending; `heads` its KV heads [start, stop). A file's tokens begin with
-    `start`.
+    `facts` are the layer's; `targets` the token runs of this rank, ascending; `heads` its KV heads [start, stop).
     """
     out: Tensor | None = None
     for part in parts:
         first, stop = part["heads"][layer]
         low, high = max(first, heads[0]), min(stop, heads[1])
-        moves = _overlaps([(max(a, start), b) for a, b in part["runs"] if b > start], targets) if low < high else []
+        moves = _overlaps(_stored(part["runs"], facts["start"], facts["rate"]), targets) if low < high else []
         if out is not None and not moves:
             continue
         with safe_open(path / part["file"], "pt") as opened:
@@ -183,6 +195,11 @@ def _read(
                 out[:, low - heads[0] : high - heads[0], target : target + count] = piece
     assert out is not None
     return out
+
+
+def _stored(runs: list[Span], start: int, rate: int) -> list[Span]:
+    """Return the runs that a layer stores of a rank's token runs: from `start` on, or of entries of `rate` tokens."""
+    return [(max(a, start), b) for a, b in runs_of_entries(runs, rate) if b > start]
 
 
 def _overlaps(sources: list[Span], targets: list[Span]) -> list[tuple[int, int, int]]:

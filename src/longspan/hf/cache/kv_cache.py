@@ -55,6 +55,10 @@ class CachedInfo(SequenceInfo):
     def new(self) -> int:
         return self.step.new
 
+    def gather(self, x_BL: Tensor) -> Tensor:
+        """Return `[B, new, ...]` of all new tokens, on every rank."""
+        return self.sp.gather(x_BL, dim=1, length=self.new) if self.sharded else x_BL
+
     @property
     def new_segments(self) -> Segments | None:
         """Each row's real tokens among the new ones; None if all are real."""
@@ -86,6 +90,15 @@ class KnownTokens:
         """Return the same for a length that differs by generated tokens: all real, with consecutive positions."""
         segments = None if self.segments is None else tuple(((row[0][0], length),) for row in self.segments)
         return KnownTokens(length, segments, self.holes, self.last_position + length - self.length)
+
+
+class _Layers(list[Any]):
+    """No layers; Qwen4-Exp asks one for the positions of cached tokens, which are stored with their index keys."""
+
+    indexer_position_ids = property(lambda _: None, lambda *_: None)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self
 
 
 class ShardedCache(Cache):  # type: ignore[misc]
@@ -134,16 +147,15 @@ class ShardedCache(Cache):  # type: ignore[misc]
         for layer, chooser in choosers:
             if not chooser.caches:
                 raise LongspanError(
-                    f"layer {layer} attends to chosen blocks or compressed entries, which a sharded cache does not "
-                    f"hold in this version; this model can be trained and scored; to generate, load it without "
-                    f"longspan.parallelize"
+                    f"layer {layer} attends to chosen blocks, which a sharded cache does not hold in this version; "
+                    f"this model can be trained and scored; to generate, load it without longspan.parallelize"
                 )
-            if dtype != "exact" or not latent:
+            if dtype != "exact" or offload != "none" or not latent:
                 raise LongspanError(
-                    f"layer {layer} attends to the tokens that an indexer chooses, and caches latent vectors with "
-                    f"index keys, exactly; got dtype={dtype!r}, latent={latent}: leave both out"
+                    f"layer {layer} attends to chosen tokens or entries, and caches them with index keys, exactly and "
+                    f"on the device; got dtype={dtype!r}, offload={offload!r}, latent={latent}: leave them out"
                 )
-        super().__init__(layers=[])
+        super().__init__(layers=_Layers())
         self.config = state.config
         self.sp: SequenceSharding = state.sp
         self.kv_placement = KVPlacement(self.sp.ring_size)  # which ring rank holds which tokens
@@ -153,7 +165,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         # Ranks differ by a run of generated tokens.
         self.room = -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
         self.layer_caches: dict[int, LayerCache] = {}
-        self.recurrent = next((layer.name for layer in state.mixers.layers), None)  # the first recurrent layer
+        # The first layer whose state cannot go back to fewer tokens, and why.
+        kinds = [f"{x.name} is recurrent" for x in state.mixers.layers]
+        self.recurrent = next(iter(kinds + [f"{x} {chooser.state}" for x, chooser in choosers if chooser.state]), None)
         self.recurrent_layers: dict[str, RecurrentLayer] = {}  # by the name of the module
         self.updated_layer: int | None = None  # of the attention in progress
         self.announced = 0  # tokens of the whole prompt, if it is read in chunks
@@ -207,12 +221,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
             return None
         return self.known.followed(past + new)
 
-    def layer_cache(self, layer: int, reach: int | None = None) -> LayerCache:
-        """Return a layer's keys and values on this rank. `reach`: size of its window or chunk, if it has one."""
+    def layer_cache(self, layer: int, reach: int | None = None, rate: int = 1) -> LayerCache:
+        """Return a layer's keys and values on this rank.
+
+        `reach`: size of its window or chunk, if it has one. `rate`: tokens that each stored one stands for.
+        """
         if layer not in self.layer_caches:
-            room = self.room if reach is None else min(self.room, reach)
+            room = (self.room if reach is None else min(self.room, reach)) // rate
             staging = self.staging
             made = LayerCache(room, self.dtype) if staging is None else OffloadedLayerCache(staging, room, self.dtype)
+            made.rate = rate
             self.layer_caches[layer] = made
         return self.layer_caches[layer]
 
@@ -326,7 +344,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.check_complete()
         if self.recurrent is not None:
             raise LongspanError(
-                f"layer {self.recurrent} is recurrent, and its state after {past} tokens cannot go back to {length}; "
+                f"layer {self.recurrent}, and its state after {past} tokens cannot go back to {length}; "
                 f"make a new cache for the first {length}"
             )
         discarded = next((layer for layer, store in self.layer_caches.items() if store.start and not all_stored), None)
@@ -344,7 +362,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
         if self.recurrent is not None:
             raise LongspanError(
-                f"layer {self.recurrent} is recurrent, and its state cannot forget drafted tokens that are rejected; "
+                f"layer {self.recurrent}, and its state cannot forget drafted tokens that are rejected; "
                 f"generate without assistant_model and prompt_lookup_num_tokens"
             )
         if self.rollback is None:

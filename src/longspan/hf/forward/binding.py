@@ -76,17 +76,17 @@ class AttentionLayers(Stage):
 
     def check(self, call: ForwardCall) -> None:
         """Raise for documents and trees that the layers would refuse, on the ranks that have them."""
+        info, name = call.info, call.traits.name
+        for chooser in (layer.chooser for layer in self.layers if layer.chooser is not None):
+            chooser.check(name, info)
         if call.cache is not None:
             return
-        info, name = call.info, call.traits.name
         rows = info.nodes or (info.segments if info.elastic else None) or ()
         if self.counts_tokens and len(set(rows)) > 1:
             raise LongspanError(
                 f"{name} scales the tokens of all rows by one list of positions, and the documents or trees of "
                 f"these rows differ; give one row (longspan.pack_tree makes one)"
             )
-        for chooser in (layer.chooser for layer in self.layers if layer.chooser is not None):
-            chooser.check(name, info)
         if info.nodes is not None:
             if not all(layer.causal for layer in self.layers):
                 raise LongspanError(f"the layers of {name} attend in both directions, and a tree (`tin` and "

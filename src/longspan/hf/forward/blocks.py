@@ -12,6 +12,7 @@ tokens, K KV heads, D elements.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from longspan.attn.indexed import BlocksOfKeys, Lists, Packing, attend_to_chosen
 from longspan.attn.score import Scores
+from longspan.cache.indexed import attend_indexed, keys_to_score
 from longspan.cache.latent import LatentLayer
 from longspan.compat.torch_api import to_device
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.attention import MaskRequest, mask_of, padding_sees_itself
 from longspan.hf.forward.indexed import (
     CapturedKeys,
@@ -31,6 +34,7 @@ from longspan.hf.forward.indexed import (
     ChoosingLayer,
     IndexedLayer,
     my_positions,
+    my_spans,
     refuse_tree,
 )
 from longspan.hf.model.support import HELP
@@ -75,8 +79,11 @@ class BlockLayer(ChoosingLayer):
 class SelectedLayer(ChoosingLayer):
     """Binds an attention layer whose indexer returns a mask of chosen tokens (Qwen4-Exp), and keeps them as lists."""
 
+    caches = True
+
     def __init__(self, layer: Any, name: str) -> None:
         super().__init__(layer, name, layer.indexer, torch.no_grad()(self._choose))
+        self.number = layer.layer_idx
 
     def check(self, name: str, info: SequenceInfo) -> None:
         refuse_tree(self.name, name, info)
@@ -88,7 +95,13 @@ class SelectedLayer(ChoosingLayer):
         chosen = getattr(request, "chosen", None)
         if not isinstance(chosen, Tensor):
             raise LongspanError(f"layer {self.name} did not overlay its mask with the chosen tokens; {HELP}")
-        return _attend(*qkv, Lists(chosen[:, :, None].expand(-1, -1, qkv[1].shape[2], -1)), scores, info)
+        (q, k, v), dim = qkv, qkv[1].shape[3]
+        if isinstance(info, CachedInfo):
+            kv, scores = info.gather(torch.cat([k, v], 3)), dataclasses.replace(scores, scale=scores.scale_of(dim))
+            store, keys = info.cache.layer_cache(self.number), info.step.index_keys.pop(self.number)
+            packing = Packing(slice(0, dim), slice(dim, kv.shape[3]))
+            return attend_indexed(info.step, store, q, kv, keys, chosen, packing, scores)
+        return _attend(q, k, v, Lists(chosen[:, :, None].expand(-1, -1, k.shape[2], -1)), scores, info)
 
     def _choose(
         self, hidden_BLD: Tensor, embeddings: tuple[Tensor, Tensor], request: MaskRequest, cache: None
@@ -98,8 +111,11 @@ class SelectedLayer(ChoosingLayer):
         mine = self.captured_keys(hidden_BLD, embeddings, None, _Keys(None))
         B, N, R = len(mine), info.length, embeddings[0].shape[2]
         packed = info.gather(torch.cat([mine, *(x.expand(B, -1, -1) for x in embeddings)], 2))
+        if isinstance(info, CachedInfo):  # whole: a block may have tokens of several ranks
+            store = info.cache.layer_cache(self.number)
+            packed = keys_to_score(info.step, store, self.number, packed, whole=True)
         keys, *rotary = packed.split([mine.shape[2], R, R], 2)  # a block's key is turned by its first token's position
-        mask, i = mask_of(request, info), info.sp.positions(N)
+        mask, i = mask_of(request, info), to_device(my_positions(info), mine.device)
         width = min(N, part.token_budget + part.compress_ratio - 1)
         each = rows_of_tile(INDEXED_TILE, B * N * part.index_n_heads, mine.device.type == "cpu")
         parts = list[Tensor]()
@@ -118,7 +134,7 @@ class SelectedLayer(ChoosingLayer):
 class PooledLayer(IndexedLayer):
     """An `IndexedLayer` whose indexer scores pools of keys, and whose layer makes a mask of its choice (GLM-5.3)."""
 
-    caches, counts_padding, check = False, False, ChoosingLayer.check
+    counts_padding, check = False, ChoosingLayer.check
 
     def __init__(self, layer: Any, name: str, latents: LatentLayer) -> None:
         super().__init__(layer, name, latents)
@@ -133,13 +149,16 @@ class PooledLayer(IndexedLayer):
         info, parts = self.facts(), list[Tensor]()
         if info.segments is not None:
             real_BN = torch.zeros(info.rows, info.length, dtype=torch.bool)
-            for row, ((start, stop),) in zip(real_BN, info.segments, strict=True):
-                row[start:stop] = True
-            attention_mask = to_device(real_BN[:, my_positions(info.sp, info.length)], hidden_states.device)
+            for row, spans in zip(real_BN, info.segments, strict=True):
+                for start, stop in spans:
+                    row[start:stop] = True
+            attention_mask = to_device(real_BN[:, my_positions(info)], hidden_states.device)
         keys = info.gather(self.captured_keys(hidden_states, q_resid, attention_mask, _Keys(None)))
+        if isinstance(info, CachedInfo):  # whole: a pool may have tokens of several ranks
+            keys = keys_to_score(info.step, info.cache.layer_cache(self.number), self.number, keys, whole=True)
         elements = len(keys) * info.length * max(1, self.part.n_heads // self.part.index_kpool)
         each, at = rows_of_tile(INDEXED_TILE, elements, keys.device.type == "cpu"), 0
-        for first, last in info.sp.layout.padded_spans(info.length, info.sp.rank):
+        for first, last in my_spans(info):
             for start in range(first, last, each):
                 stop = min(last, start + each)
                 mine = slice(at + start - first, at + stop - first)

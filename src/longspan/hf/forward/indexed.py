@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 from longspan.attn.indexed import Lists, Packing, attend_to_chosen
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.cache.indexed import attend_indexed, in_sequence, whole_of
+from longspan.cache.indexed import attend_indexed, keys_to_score, whole_scores
 from longspan.cache.latent import LatentLayer, expand
-from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import not_compiled, to_device
 from longspan.core.errors import LongspanError
+from longspan.core.layout import Span
 from longspan.core.tile_sizes import INDEXED_TILE, rows_of_tile
 from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.cache.kv_cache import CachedInfo
@@ -62,10 +62,11 @@ class ChoosingLayer:
         part: the module; None for a layer that uses what a layer before it has chosen.
         own: the module's own forward, which `choose` replaces.
         caches: whether the layer generates with a sharded cache.
+        state: what the layer does, if its cache cannot go back to fewer tokens.
         counts_padding: whether the module counts padding on the left, too.
     """
 
-    caches, counts_padding = False, True
+    caches, counts_padding, state = False, True, ""
 
     def __init__(self, layer: Any, name: str, part: Any, choose: Callable[..., Any]) -> None:
         self.name, self.part, self._info = name, part, list[Any]()
@@ -76,7 +77,9 @@ class ChoosingLayer:
 
     def check(self, name: str, info: SequenceInfo) -> None:
         """Raise unless each row is one document, as the module counts neighbouring tokens."""
-        one_each = all(len(row) == 1 and row[0][0] * self.counts_padding == 0 for row in info.segments or ())
+        one_each = all(
+            len(row) == 1 and row[0][0] == 0 if self.counts_padding else len(row) <= 1 for row in info.segments or ()
+        )
         if info.nodes or info.visible or info.bidirectional or not one_each:
             raise LongspanError(
                 f"layer {self.name} of {name} joins neighbouring tokens of the row in blocks, of whatever document; "
@@ -145,7 +148,8 @@ class IndexedLayer(ChoosingLayer):
         if isinstance(info, CachedInfo):
             step, scores = info.step, dataclasses.replace(scores, scale=scale)
             store, keys = info.cache.layer_cache(self.number), step.index_keys.pop(self.number, None)
-            return expand(attend_indexed(step, store, q, c[:, :, 0], keys, chosen, packing, scores), for_values)
+            c = info.gather(c)
+            return expand(attend_indexed(step, store, q, c, keys, chosen, packing, scores), for_values)
         out = attend_to_chosen(q, info.gather(c), Lists(chosen[:, :, None]), packing, scale, scores.sinks)
         if info.padding is not None:
             out = padding_sees_itself(out, c[..., packing.value], info.padding)
@@ -156,20 +160,12 @@ class IndexedLayer(ChoosingLayer):
         request, given["attention_mask"], info = given["attention_mask"], None, self.facts()
         mask, keys_BLD = mask_of(request, info), self._keys(given)
         if not isinstance(info, CachedInfo):
-            return self._best(given, info.gather(keys_BLD), mask, my_positions(info.sp, info.length))
+            return self._best(given, info.gather(keys_BLD), mask, my_positions(info))
         step, store = info.step, info.cache.layer_cache(self.part.layer_idx)
-        past = None if store.rows is None else store.read(keys_BLD.dtype)[0][:, 0, :, -keys_BLD.shape[2] :]
-        i = step.past + (my_positions(info.sp, step.new) if step.sharded else torch.arange(step.new))
+        keys_BLD = keys_to_score(step, store, self.part.layer_idx, info.gather(keys_BLD))
         if step.sharded:
-            keys_BLD = info.sp.gather(keys_BLD, dim=1, length=step.new)
-        spans = step.kv_placement.held(step.sp.ring_rank, step.past)
-        mine = torch.cat([keys_BLD[:, :0], *(keys_BLD[:, a - step.past : b - step.past] for a, b in spans)], 1)
-        step.index_keys[self.part.layer_idx] = mine
-        if step.sharded:
-            return self._best(given, whole_of(step, past, keys_BLD), mask, i)
-        here = mine if past is None else torch.cat([past, mine], 1)
-        scores_BTL = self._scores(given, here).transpose(1, 2)
-        return self._top(in_sequence(step, scores_BTL, step.kv_placement.length).transpose(1, 2), mask, i)
+            return self._best(given, keys_BLD, mask, my_positions(info))
+        return self._top(whole_scores(step, self._scores(given, keys_BLD)), mask, my_positions(info))
 
     def _best(self, given: dict[str, Any], keys_BND: Tensor, mask: Mask, i: Tensor) -> Tensor:
         """Choose for my queries, at the positions `i` (on the host), from the keys of the whole sequence, by blocks."""
@@ -249,10 +245,16 @@ class _Scored(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def my_positions(sp: SequenceSharding, n: int) -> Tensor:
-    """Return what `sp.positions` does, on the host: a layer must not wait for a GPU."""
-    spans = sp.layout.padded_spans(n, sp.rank)
-    return torch.cat([torch.arange(*span) for span in spans]).clamp_(max=n - 1)
+def my_positions(info: SequenceInfo) -> Tensor:
+    """Return the global positions of my tokens, on the host: a layer must not wait for a GPU."""
+    return torch.cat([torch.arange(*span) for span in my_spans(info)]).clamp_(max=info.length - 1)
+
+
+def my_spans(info: SequenceInfo) -> list[Span]:
+    """Return the global spans of my tokens; padding goes beyond the last one."""
+    spans = info.sp.layout.padded_spans(info.new, info.sp.rank) if info.sharded else ((0, info.new),)
+    past = info.length - info.new
+    return [(past + a, past + b) for a, b in spans]
 
 
 def _of_queries(x: Any, block: slice) -> Any:

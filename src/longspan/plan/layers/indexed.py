@@ -28,8 +28,10 @@ class Indexed(TokenMixing):
         top_k: tokens that each query attends to, at most.
         index_heads: heads of the indexer; 0 for a layer that attends to what a layer before it has chosen.
         index_dim: elements of an index key.
-        beside: elements that are gathered with an index key: of positions (Qwen4-Exp), or weights in a pool (GLM-5.3).
+        beside: elements that are gathered and cached with an index key: of positions (Qwen4-Exp), or weights in a pool
+            (GLM-5.3).
         block: tokens that a score is for.
+        rate: tokens that a cached vector stands for.
     """
 
     width: int = 0
@@ -39,6 +41,7 @@ class Indexed(TokenMixing):
     index_dim: int = 0
     beside: int = 0
     block: int = 1
+    rate: int = 1
 
     @property
     def name(self) -> str:
@@ -47,7 +50,12 @@ class Indexed(TokenMixing):
     @property
     def cached_per_token(self) -> int:
         """Elements of a latent vector and an index key."""
-        return self.width + self.index_dim
+        return self.width + self.index_dim + self.beside
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's partial output."""
+        return self.rank
 
     def seen(self, context: int) -> int:
         return min(context, self.top_k)
@@ -72,7 +80,7 @@ class Indexed(TokenMixing):
     def max_flops(self, c: CostContext) -> float:
         n, mesh = c.job.context, c.mesh
         if c.job.mode == "decode":
-            scored, chosen = n / mesh.ring, self.seen(n) / mesh.ring
+            scored, chosen = n / (1 if self.block > 1 else mesh.ring), self.seen(n) / mesh.ring
         else:
             scored, chosen = _most_pairs(c.layout, n, self.top_k)
         return c.sequences * (chosen * self._of_chosen + scored * self._of_scored)
@@ -121,31 +129,45 @@ class Indexed(TokenMixing):
                     sent += self._few(c, tokens, past + tokens)
                 else:
                     mine = c.layout.local_length(tokens) * c.sequences
-                    sent += self._gathered("all_gather", "sequence", mine * (c.mesh.sequence_ranks - 1), c)
-                    if past and c.mesh.ring > 1:
-                        held = max(tokens_per_rank(c.layout, past, chunk=chunk)) * c.sequences
+                    sent += self._of_chunk(c, mine * (c.mesh.sequence_ranks - 1))
+                    if past >= self.rate and c.mesh.ring > 1:
+                        held = max(tokens_per_rank(c.layout, past, chunk=chunk, rate=self.rate)) * c.sequences
                         sent += self._gathered("all_gather", "ring", held * (c.mesh.ring - 1), c)
                 past += tokens
         return sent
 
+    def _of_chunk(self, c: CostContext, tokens: int) -> list[Sent]:
+        """Return what a rank sends of its new tokens, to so many tokens' places on other ranks."""
+        return self._gathered("all_gather", "sequence", tokens, c)
+
     def _few(self, c: CostContext, tokens: int, length: int) -> list[Sent]:
-        """Return what a few new tokens, the last of `length`, send over a ring, in fp32."""
+        """Return what a few new tokens, the last of `length`, send over a ring: outputs in fp32, and scores in fp32 or,
+        where a score is for several tokens, the index keys before them.
+        """
         others, new = c.mesh.ring - 1, c.sequences * tokens
         if not others:
             return []
+        outputs = Sent("all_gather", "ring", "O and log-sum-exp of all parts",
+                       new * self.q_heads * (self.value_dim + 1) * 4 * others)  # fmt: skip
+        if not self.index_heads:
+            return [outputs]
+        if self.block > 1:
+            held = self._held(c, length - tokens) * c.sequences
+            return [*self._gathered("all_gather", "ring", held * others, c)[1:], outputs]
+        scores = new * self._held(c, length) * INDEX_BYTES * others
+        return [Sent("all_gather", "ring", "scores of the indexer", scores), outputs]
+
+    def _held(self, c: CostContext, length: int) -> int:
+        """Return the vectors of the rank that holds most."""
         if c.job.mode == "decode":  # ranks stay balanced
-            held = -(-length // c.mesh.ring)
-        else:
-            held = max(tokens_per_rank(c.layout, length, chunk=c.job.prefill_chunk))
-        outputs = new * self.q_heads * (self.rank + 1) * 4 * others
-        scores = [Sent("all_gather", "ring", "scores of the indexer", new * held * INDEX_BYTES * others)]
-        return [*scores[: self.index_heads], Sent("all_gather", "ring", "O and log-sum-exp of all parts", outputs)]
+            return -(-length // self.rate // c.mesh.ring)
+        return max(tokens_per_rank(c.layout, length, chunk=c.job.prefill_chunk, rate=self.rate))
 
     # Memory.
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return the bytes of latent vectors and index keys of a ring rank's tokens, on each of its Ulysses ranks."""
-        tokens = tokens_per_rank(c.layout, c.job.context, generated, 0, chunk or c.job.prefill_chunk)
+        tokens = tokens_per_rank(c.layout, c.job.context, generated, 0, chunk or c.job.prefill_chunk, self.rate)
         each = c.sequences * self.cached_per_token * c.b
         return [n * each for n in tokens for _ in range(c.mesh.ulysses)]
 
@@ -181,14 +203,15 @@ class Indexed(TokenMixing):
 
 @dataclass(frozen=True)
 class ChosenBlocks(Indexed):
-    """Attention to chosen blocks of keys (MiniMax-M3, Qwen4-Exp); `width` are the keys and values of all KV heads.
-
-    It is trained and scored, and does not generate.
-    """
+    """Attention to chosen blocks of keys (MiniMax-M3, Qwen4-Exp); `width` are the keys and values of all KV heads."""
 
     @property
     def name(self) -> str:
         return "blocks"
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim
 
     @property
     def _of_chosen(self) -> float:
@@ -207,16 +230,14 @@ class ChosenBlocks(Indexed):
 class Compressed(Indexed):
     """A window of tokens and compressed entries (DeepSeek-V4), all or the best `top_k`; keys are values of one head.
 
-    `width` and `rank` are the head's. It is trained and scored, and does not generate.
+    `width` and `rank` are the head's; `rate` are the tokens that an entry stands for.
 
     Attributes:
-        rate: tokens that an entry stands for.
         window_tokens: of the window.
         projected: elements per token of each of a compressor's two projections.
         index_projected: the same of the indexer's.
     """
 
-    rate: int = 1
     window_tokens: int = 0
     projected: int = 0
     index_projected: int = 0
@@ -224,10 +245,6 @@ class Compressed(Indexed):
     @property
     def name(self) -> str:
         return "compressed"
-
-    @property
-    def cached_per_token(self) -> int:
-        return 0
 
     def _scored(self, context: int) -> tuple[int, int]:
         return context // self.rate, 3
@@ -254,16 +271,32 @@ class Compressed(Indexed):
 
     def sent(self, c: CostContext) -> list[Sent]:
         others = c.tokens * (c.mesh.sequence_ranks - 1) * c.b
-        if not others or c.mesh.sequence_ranks == 1 or c.job.mode == "decode" or c.job.prompt_chunks:
+        if c.job.mode == "decode" or c.job.prompt_chunks:
+            return super().sent(c)
+        if not others:
             return []
         forwards, backwards = c.job.layer_passes
-        widths = ("keys of the window", self.width, 1), ("projections of a compressor", self.projected, 2)
-        sent = [Sent("all_gather", "sequence", what, others * width, n * forwards) for what, width, n in widths]
-        sent += [Sent("reduce_scatter", "sequence", what, others * width, n * backwards) for what, width, n in widths]
-        return [*sent, Sent("all_gather", "sequence", "index keys", others * self.index_projected, 2 * forwards)]
+        return [
+            *self._projections("all_gather", others, forwards),
+            *self._projections("reduce_scatter", others, backwards),
+        ]
+
+    def _projections(self, op: str, others: int, calls: int) -> list[Sent]:
+        widths = [("keys of the window", self.width, 1), ("projections of a compressor", self.projected, 2)]
+        if op == "all_gather":
+            widths.append(("index keys", self.index_projected, 2))
+        return [Sent(op, "sequence", what, others * width, n * calls) for what, width, n in widths]
+
+    def _of_chunk(self, c: CostContext, tokens: int) -> list[Sent]:
+        return self._projections("all_gather", tokens * c.b, 1)
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
-        return [0] * c.mesh.sequence_ranks
+        """Return the bytes of a ring rank's entries, and on every rank those of the window and of open windows."""
+        n, rate, streams = c.job.context + generated, self.rate, self.projected // self.width
+        open_tokens = n - max(0, n // rate - (streams - 1)) * rate
+        both = open_tokens * 2 * (self.projected + self.index_projected) + min(n, self.window_tokens - 1) * self.width
+        entries = super().cache_by_rank(c, generated, chunk, step)
+        return [held + c.sequences * both * c.b for held in entries]
 
     def saved(self, c: CostContext) -> int:
         """Return an estimate: what attention saves, and two projections of all tokens with their softmax in fp32."""
