@@ -170,7 +170,7 @@ def _video(setup: Setup, sp: longspan.SequenceSharding) -> Callable[[], object]:
     model = longspan.parallelize(make_model(name, **changes).to(setup.device, dtype), sp, fsdp=False)
     generator, grid = torch.Generator().manual_seed(0), setup.size((8, 30, 52), (5, 3, 5))
     text, device = setup.size(512, 7), torch.device(setup.device)
-    inputs = make_inputs(type(model), Draw(model.config, 1, grid, text, generator, device, dtype), "BCFHW")
+    inputs = make_inputs(type(model), Draw(model.config, 1, grid, text, generator, device, dtype, "BCFHW"))
     return lambda: _backward(model(**inputs, return_dict=False)[0])
 
 

@@ -21,7 +21,8 @@ from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
 from longspan.diffusion import attention
 from longspan.diffusion.attention import ShardedAttention, attend
-from longspan.diffusion.structure import Attention
+from longspan.diffusion.check import run
+from longspan.diffusion.structure import Attention, map_tensors
 from longspan.diffusion.tokens import Sizes, Tokens
 from tests.choose import confirming
 from tests.counting import count_sent
@@ -32,7 +33,6 @@ from tests.diffusion.diffusing import (
     compare,
     make_inputs,
     make_model,
-    run,
     sharding,
     small_on_meshes,
 )
@@ -119,23 +119,23 @@ def test_bf16_is_as_exact_as_on_one_rank(name: str) -> None:
     model: Any = make_model(name).bfloat16()
     scale = 1000 if name in IN_THOUSANDTHS else 1
     inputs = {**make_inputs(name), "timestep": torch.tensor([250.0, 500.0]) / scale}
-    rounded = {key: _to(x, torch.bfloat16) for key, x in inputs.items()}
+    rounded = _to(inputs, torch.bfloat16)
     exact, one = copy.deepcopy(model).double(), copy.deepcopy(model)
-    expected = run(exact, {key: _to(x, torch.float64) for key, x in rounded.items()})
+    expected = run(exact, _to(rounded, torch.float64))
     own = _errors(run(one, rounded), expected)
     sharded = longspan.parallelize(model, sharding())
-    found = _errors(run(sharded, {key: _to(x, torch.bfloat16) for key, x in rounded.items()}), expected)
+    found = _errors(run(sharded, _to(rounded, torch.bfloat16)), expected)
     assert own["output"] < 0.02
     assert found["output"] < 1.1 * own["output"] and found["gradients"] < 1.1 * own["gradients"], (found, own)
 
 
-def _to(x: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors, also those of a tuple, and make them leaves."""
-    if isinstance(x, tuple):
-        return tuple(_to(each, dtype) for each in x)
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return x
-    return x.detach().to(dtype).requires_grad_(x.requires_grad)
+def _to(inputs: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors, and make them leaves."""
+
+    def cast(_: str, x: Tensor) -> Tensor:
+        return x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+    return map_tensors(inputs, cast)
 
 
 def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -648,7 +648,7 @@ def test_an_attention_changed_after_parallelize_is_refused() -> None:
     for module in (attention, model.blocks[1].attn2):
         before, module.processor = module.processor, _Mean()
         with pytest.raises(
-            LongspanError, match=r"blocks.[01].attn[12] has the attention processor _Mean, which longspan"
+            LongspanError, match=r"blocks.[01].attn[12].processor is _Mean, which longspan does not know there"
         ):
             model(**inputs)
         module.processor = before
@@ -665,7 +665,7 @@ def test_refused_models() -> None:
     model: Any = make_model("CogVideoXTransformer3DModel")
     model.transformer_blocks[1].attn1.processor = AttnProcessor()
     with pytest.raises(
-        LongspanError, match=r"transformer_blocks.1.attn1 has the attention processor AttnProcessor, whi"
+        LongspanError, match=r"transformer_blocks.1.attn1.processor is AttnProcessor, which longspan does"
     ):
         longspan.parallelize(model, sp)
     with pytest.raises(LongspanError, match="transformer_blocks.0.attn1 has 1 heads, which 2 ranks cannot share"):
@@ -696,7 +696,7 @@ def test_sharded_weights_are_gathered_to_save_them() -> None:
     plain = make_model("WanTransformer3DModel").state_dict()
     if dist.get_rank() == 0:
         assert weights.keys() == plain.keys() and all(torch.equal(weights[name], plain[name]) for name in plain)
-    assert longspan.explain(model) == "mesh: data=1 ulysses=2\nattention: 2 layers by Ulysses"
+    assert longspan.explain(model) == "mesh: data=1 ring=1 ulysses=2\nattention between ranks: in 2 layers"
     with pytest.raises(LongspanError, match="WanTransformer3DModel is a diffusion transformer; this is for language"):
         longspan.find_nonfinite(model, make_inputs("WanTransformer3DModel"))
 

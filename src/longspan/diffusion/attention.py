@@ -10,8 +10,7 @@ Shape suffixes: B batch, H heads, h heads of this rank, L tokens of this rank, S
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +30,30 @@ from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
-from longspan.diffusion.structure import REPLICATED, Attention, is_over_rows, is_product
+from longspan.diffusion.structure import REPLICATED, Attention, Structure, block_lists, made_of, mixing
 from longspan.diffusion.tokens import Parts, Tokens
+
+
+def shard_tokens(model: nn.Module, structure: Structure, tokens: Tokens) -> int:
+    """Hook splits, joins and attention into a model; return the number of its attention modules."""
+    lists, found = block_lists(model), 0
+    for region, arguments in structure.regions.items():
+        blocks = [(path, i, block) for path in region for i, block in enumerate(lists[path])]
+        for path, i, module in blocks:
+            block = structure.blocks[path][made_of(module)]
+            tokens.blocks[module] = block, arguments if module is blocks[0][2] else ()
+            module.register_forward_pre_hook(tokens.split_all, with_kwargs=True)
+            if block.switched:
+                module.register_forward_hook(tokens.switch_back)
+            for name, calls in block.attention.items() if tokens.sp.size > 1 else ():
+                bind(module.get_submodule(name), f"{path}.{i}.{name}".rstrip("."), calls, tokens)
+            found += len(block.attention)
+        if not structure.exits:
+            blocks[-1][2].register_forward_hook(tokens.join)
+    for path, stream in structure.exits.items():
+        tokens.exits[model.get_submodule(path)] = stream
+        model.get_submodule(path).register_forward_hook(tokens.join_exit)
+    return found
 
 
 def bind(attention: nn.Module, path: str, calls: Sequence[Attention], tokens: Tokens) -> None:
@@ -55,33 +76,30 @@ def bind(attention: nn.Module, path: str, calls: Sequence[Attention], tokens: To
 
 
 class ShardedAttention(TorchFunctionMode):
-    """Replace `scaled_dot_product_attention` in a `with` block, and count its calls."""
+    """Replace the calls that mix tokens in a `with` block, and count them."""
 
     def __init__(self, tokens: Tokens, calls: Sequence[Attention]) -> None:
         super().__init__()
         self.tokens, self.expected, self.calls = tokens, calls, 0
-        self.others = {call.kind for call in calls} - {"softmax"}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.others and self.calls < len(self.expected):
-            call = self.expected[self.calls]
-            if (
-                call.kind == "sum"
-                and is_product(func)
-                and args[0].shape[-1] == sum(self.tokens.parts(call.queries).held)
-            ):
-                self.calls += 1
-                return _sum_of_ranks(func(*args, **kwargs), self.tokens)
-            if call.kind == "rows" and is_over_rows(func, args):
-                self.calls += 1
-                return convolve_rows(self.tokens, *args)
-        if func is not F.scaled_dot_product_attention or self.calls == len(self.expected):
-            self.calls += func is F.scaled_dot_product_attention
+        kind, queries, _ = mixing(func, args, kwargs)
+        call = self.expected[self.calls] if self.calls < len(self.expected) else None
+        is_softmax = kind == "softmax"
+        if call is None or call.kind != kind or not (is_softmax or queries == self.tokens.parts(call.queries).here):
+            self.calls += is_softmax
             return func(*args, **kwargs)
         self.calls += 1
+        if kind == "sum":
+            group = self.tokens.sp.group
+            assert group is not None
+            # The queries of each rank read the sum: gradients are summed over the ranks, too.
+            return replicate(sum_over(func(*args, **kwargs), group), group_name(group))
+        if kind == "rows":
+            return convolve_rows(self.tokens, *args)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        return attend(self.tokens, self.expected[self.calls - 1], **dict(zip(names, args, strict=False)), **kwargs)
+        return attend(self.tokens, call, **dict(zip(names, args, strict=False)), **kwargs)
 
 
 def attend(
@@ -107,15 +125,14 @@ def attend(
         )
     if dropout_p:
         raise LongspanError(f"attention dropout would depend on the number of ranks, got dropout_p={dropout_p}")
-    sp = tokens.sp
     queries, keys = tokens.parts(call.queries, query.shape[2]), tokens.parts(call.keys, key.shape[2])
     if is_causal:
         attn_mask = torch.ones(sum(queries.lengths), sum(keys.lengths), dtype=torch.bool, device=query.device).tril()
     q, k, v = queries.share(query, 2), keys.share(key, 2), keys.share(value, 2)
-    if sp.ring_size > 1:
+    if tokens.sp.ring_size > 1:
         return queries.whole(_ring(tokens, call, queries, keys, q, k, v, attn_mask, scale), 2)
     mask = None if attn_mask is None else _in_order_of_ranks(attn_mask, queries, keys)
-    return queries.whole(_ulysses(sp, queries, keys, q, k, v, mask, scale), 2)
+    return queries.whole(_ulysses(tokens.sp, queries, keys, q, k, v, mask, scale), 2)
 
 
 def _ulysses(
@@ -127,8 +144,6 @@ def _ulysses(
     heads = shard_sizes(query.shape[1], sp.size)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.narrow(1, sum(heads[: sp.rank]), heads[sp.rank])
-    if sp.size == 1:
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     assert sp.group is not None
     if queries == keys and key.shape == value.shape:
         q_BhSD, k_BhSD, v_BhSD = move_shards_together([query, key, value], sp.group, 2, 1, queries.of_ranks, heads)
@@ -144,57 +159,37 @@ def _in_order_of_ranks(mask: Tensor, queries: Parts, keys: Parts) -> Tensor:
     shape = tuple(mask.shape)
     if mask.dim() == 2 and mask.shape[0] not in (1, sum(queries.lengths)):  # diffusers' form: keys of each row
         mask = mask[:, None, None]
-    mask = mask[(None,) * (4 - mask.dim())]
+    mask = mask[(None,) * (4 - mask.dim())].detach()
     rows, columns = mask.shape[-2:]
-    if columns == sum(keys.lengths) and rows in (1, sum(queries.lengths)):
-        if (order := keys.order(mask.device)) is not None:
-            mask = mask.index_select(-1, order)
-        if rows > 1 and (order := queries.order(mask.device)) is not None:
-            mask = mask.index_select(-2, order)
-        return mask
-    if columns != sum(keys.held) or rows not in (1, columns):
-        raise LongspanError(
-            f"an attention mask of shape {shape} fits neither all {sum(keys.lengths)} tokens nor this "
-            f"rank's {sum(keys.held)} keys"
-        )
-    if rows > 1:  # padding neither sees nor is seen; what it sees is dropped, as nothing reads its output
-        real = mask.diagonal(dim1=-2, dim2=-1)[..., None, :]
-        if mask.dtype != torch.bool or not torch.equal(mask, real & real.mT):
-            raise LongspanError(f"an attention mask of shape {shape} hides other pairs than those of padding")
-        mask = real
-    return _gather_keys(keys.share(mask, 3), keys)
-
-
-def _gather_keys(mask: Tensor, keys: Parts) -> Tensor:
-    """Return a mask of all keys, of which each rank has its own. Masks have no gradient."""
-    if keys.sp.group is None:
-        return mask
-    longest = max(keys.of_ranks)
-    rows = F.pad(mask.detach(), (0, longest - mask.shape[-1])).movedim(-1, 0)
-    parts = all_gather(rows, group_name(keys.sp.group)).split(longest)
-    return torch.cat([part[:n] for part, n in zip(parts, keys.of_ranks, strict=True)]).movedim(0, -1)
-
-
-def _sum_of_ranks(x: Tensor, tokens: Tokens) -> Tensor:
-    """Return the sum of all ranks' states, which the queries of each read: gradients are summed over the ranks, too."""
-    group = tokens.sp.group
-    return x if group is None else replicate(sum_over(x, group), group_name(group))
+    if columns != sum(keys.lengths) or rows not in (1, sum(queries.lengths)):
+        if columns != keys.here or rows not in (1, columns):
+            raise LongspanError(
+                f"an attention mask of shape {shape} fits neither all {sum(keys.lengths)} tokens nor this "
+                f"rank's {keys.here} keys"
+            )
+        if rows > 1:  # padding neither sees nor is seen; what it sees is dropped, as nothing reads its output
+            real = mask.diagonal(dim1=-2, dim2=-1)[..., None, :]
+            if mask.dtype != torch.bool or not torch.equal(mask, real & real.mT):
+                raise LongspanError(f"an attention mask of shape {shape} hides other pairs than those of padding")
+            mask = real
+        mask = keys.join(mask, 3)
+    mask = keys.in_order_of_ranks(mask, 3)
+    return mask if mask.shape[2] == 1 else queries.in_order_of_ranks(mask, 2)
 
 
 def convolve_rows(
     tokens: Tokens, x_BCLW: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, *more: Any
 ) -> Tensor:
     """Convolve this rank's rows of pixels with those of its neighbours beside them; beyond the image are zeros."""
-    group, rank = tokens.sp.group, tokens.sp.rank
-    if group is None or group.size() == 1:
-        return F.conv2d(x_BCLW, weight, bias, stride, padding, *more)
+    sp, rank = tokens.sp, tokens.sp.rank
+    assert sp.group is not None
     if weight.shape[-2] != 3 or stride[0] != 1 or padding[0] != 1:
         raise LongspanError(f"a convolution over rows with kernel {tuple(weight.shape[-2:])} and stride {stride}")
     edges = torch.stack([x_BCLW[:, :, 0], x_BCLW[:, :, -1]])
-    first_and_last = [*all_gather(edges, group_name(group)).unbind()]
+    first_and_last = [*all_gather(edges, group_name(sp.group)).unbind()]
     nothing = torch.zeros_like(first_and_last[0])
     above = first_and_last[2 * rank - 1] if rank else nothing
-    below = first_and_last[2 * rank + 2] if rank + 1 < group.size() else nothing
+    below = first_and_last[2 * rank + 2] if rank + 1 < sp.size else nothing
     x = torch.cat([above[:, :, None], x_BCLW, below[:, :, None]], 2)
     return F.conv2d(x, weight, bias, stride, (0, padding[1]), *more)
 
@@ -236,8 +231,9 @@ def _ring(
 
 def _visible(mask: Tensor | None, queries: Parts, keys: Parts, batch: int) -> dict[str, Any]:
     """Return the options of `longspan.attention` for a mask and for the padding of ranks."""
-    mask = None if mask is None else _in_order_of_ranks(mask, queries, keys)
-    real = torch.cat([torch.arange(max(keys.of_ranks)) < n for n in keys.of_ranks])[None]
+    seen = torch.ones(1, 1, 1, sum(keys.lengths), dtype=torch.bool)
+    if mask is not None:
+        seen = mask = _in_order_of_ranks(mask, queries, keys)
     if mask is not None and mask.dtype != torch.bool:
         seen = mask > -1e4  # diffusers adds this or less to hide a key
         if not bool((seen == (mask == 0)).all() and seen.any(-1).all()):
@@ -245,28 +241,18 @@ def _visible(mask: Tensor | None, queries: Parts, keys: Parts, batch: int) -> di
                 f"a ring takes masks of booleans, or of 0 and -10000 or less, and another was given, "
                 f"{tuple(mask.shape)}; use a mesh of `ulysses` alone"
             )
-        mask = seen
-    if mask is not None and mask.shape[1:3] == (1, 1):  # hides keys of rows
-        rows = mask[:, 0, 0].cpu()
-        real = torch.zeros(len(rows), real.shape[1], dtype=torch.bool).masked_scatter(real.expand(len(rows), -1), rows)
-    elif mask is not None:
-        return {"causal": False, "mask_mod": _each_pair(mask, real, queries, keys)}
-    if bool(real.all()):
+    seen = _padded(seen, 3, keys, value=False)
+    if seen.shape[1:3] != (1, 1):
+        table = _padded(seen, 2, queries, value=True) if seen.shape[2] > 1 else seen
+        each_row, each_head, each_query = (n > 1 for n in table.shape[:3])
+        return {"causal": False, "mask_mod": lambda b, h, i, j: table[b * each_row, h * each_head, i * each_query, j]}
+    if bool(seen.all()):
         return {"causal": False}
-    return {"mask": KeySpans(causal=False, kv_segments=tuple(runs_of(real) * (batch // len(real))))}
+    return {"mask": KeySpans(causal=False, kv_segments=tuple(runs_of(seen[:, 0, 0].cpu()) * (batch // len(seen))))}
 
 
-def _each_pair(mask: Tensor, real: Tensor, queries: Parts, keys: Parts) -> Callable[..., Tensor]:
-    """Return a function of row, head, query and key for a mask that differs between queries or heads."""
-    q_at, k_at = (
-        torch.cat([torch.arange(max(of.of_ranks)).clamp(max=n - 1) + end - n for n, end in _ends(of)]).clamp(min=0)
-        for of in (queries, keys)
-    )
-    mask = mask.expand(*mask.shape[:2], sum(queries.lengths), -1)
-    rows, heads = mask.shape[0] > 1, mask.shape[1] > 1
-    table = mask[:, :, q_at.to(mask.device)][..., k_at.to(mask.device)] & real.to(mask.device)
-    return lambda b, h, i, j: table[b if rows else 0, h if heads else 0, i, j]
-
-
-def _ends(of: Parts) -> Iterator[tuple[int, int]]:
-    return zip(of.of_ranks, itertools.accumulate(of.of_ranks), strict=True)
+def _padded(mask: Tensor, dim: int, of: Parts, *, value: bool) -> Tensor:
+    """Return a mask of all tokens in the order of ranks with the padding of each rank."""
+    parts = [part.movedim(dim, -1) for part in mask.split(of.of_ranks, dim)]
+    longest = max(of.of_ranks)
+    return torch.cat([F.pad(x, (0, longest - x.shape[-1]), value=value).movedim(-1, dim) for x in parts], dim)

@@ -7,7 +7,6 @@ fp32, on numbers of tokens that the ranks divide, so that every rank sees the sa
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from torch import Tensor, nn
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
-from longspan.diffusion.attention import bind
-from longspan.diffusion.small import Draw, Inputs, find_layout, make_inputs, patch_of, small_config, small_copy
+from longspan.diffusion.attention import shard_tokens
+from longspan.diffusion.small import Draw, Inputs, failure, find_inputs, patch_of, small_config, small_copy
 from longspan.diffusion.structure import Recorder, Structure, candidates, tensors_in, unknown_block
-from longspan.diffusion.tokens import Tokens
+from longspan.diffusion.tokens import Tokens, places
 from longspan.hf.model.pretrained import first_line
-from longspan.hf.state import DiffusionState
 
 _TOLERANCE = 1e-3  # the order of sums in fp32 changes less, a token that is missing far more
 
@@ -37,41 +35,36 @@ class Known:
     structure: Structure
     layout: str  # of the latents: axes, such as "BCFHW", or "BNC" for tokens
     arguments: frozenset[str]  # of the forward, that the copy was compared with
-    time_per_token: bool  # whether it takes a time step for each token
     keeps_tokens: bool  # whether the output lists the entries of one projection of each token, so ranks may keep theirs
 
     def check(self, arguments: Mapping[str, Any], config: Any, ranks: int) -> None:
         """Raise for inputs that cannot be split, before anything is sent."""
         hidden = arguments.get("hidden_states")
-        if not isinstance(hidden, Tensor) or self.layout not in ("BNC", "BCHW", "BCFHW", "BFCHW"):
+        if not isinstance(hidden, Tensor):
             return
         if hidden.dim() != len(self.layout):
             raise LongspanError(
                 f"`hidden_states` must have {len(self.layout)} dimensions ({self.layout}), got {tuple(hidden.shape)}"
             )
-        tokens = {"hidden_states": hidden.shape[1]}
-        if self.layout != "BNC":
-            tokens = {"hidden_states": 1}
-            for axis, patch in zip("FHW", patch_of(config), strict=True):
-                dim = self.layout.find(axis)
-                n = hidden.shape[dim] if dim > 0 else patch
-                if n % patch:
-                    raise LongspanError(
-                        f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {n} entries, which the patch size "
-                        f"{patch} does not divide; crop or pad the video"
-                    )
-                tokens["hidden_states"] *= n // patch
-        text = arguments.get("encoder_hidden_states")
-        if isinstance(text, Tensor) and any(len(names) > 1 for names in self.structure.regions.values()):
-            tokens["encoder_hidden_states"] = text.shape[1]
-        n = tokens["hidden_states"]
+        n, patches = 1, {"N": 1} | dict(zip("FHW", patch_of(config), strict=True))
+        for dim, axis in enumerate(self.layout):
+            entries, patch = hidden.shape[dim], patches.get(axis, max(1, hidden.shape[dim]))
+            if entries % patch:
+                raise LongspanError(
+                    f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {entries} entries, which the patch "
+                    f"size {patch} does not divide; crop or pad the video"
+                )
+            n *= entries // patch
         if n < ranks:
             raise LongspanError(
                 f"`hidden_states` has {n} tokens, fewer than the {ranks} ranks; use at most {n} ranks, or pad it"
             )
-        for kind, held in _per_token_counts(arguments, self.time_per_token):
-            if held not in (n, tokens.get("encoder_hidden_states")):
-                others = " and ".join(f"`{stream}` {n}" for stream, n in tokens.items())
+        streams, text = {"hidden_states": n}, arguments.get("encoder_hidden_states")
+        if isinstance(text, Tensor) and self.structure.has_streams:
+            streams["encoder_hidden_states"] = text.shape[1]
+        for kind, held in _per_token_counts(arguments, self.structure.time_per_token):
+            if held not in streams.values():
+                others = " and ".join(f"`{stream}` {n}" for stream, n in streams.items())
                 raise LongspanError(f"{kind} has {held} tokens, {others}; give one entry per token")
 
 
@@ -87,9 +80,9 @@ def _per_token_counts(arguments: Mapping[str, Any], per_token: bool) -> Iterator
     time: Any = arguments.get("timestep")
     if per_token and _is_per_token(time):
         yield "`timestep`", time.shape[1]
-    for name in ("img_ids", "txt_ids", "image_rotary_emb"):
-        for _, x in tensors_in(arguments.get(name)):
-            yield f"`{name}`", x.shape[-2]
+    of_tokens = {name: arguments.get(name) for name in ("img_ids", "txt_ids", "image_rotary_emb")}
+    for path, x in tensors_in(of_tokens).items():
+        yield f"`{path}`", x.shape[-2]
 
 
 def _is_per_token(time: Any) -> bool:
@@ -120,84 +113,72 @@ def read(model: nn.Module, sp: SequenceSharding) -> Known:
     Raises:
         LongspanError: with the reason why it cannot be; the same on every rank.
     """
-    kind, of_class = type(model), _KNOWN.setdefault(type(model), {})
+    kind: Any = type(model)
     given = {name: x for name, x in model.config.items() if not name.startswith("_")}  # type: ignore[operator,union-attr]
     try:
         for layers in (2, 10**6):  # all of them, if later blocks are of another kind
             config = small_config(kind.__name__, given, 4 * math.ceil(sp.ulysses_size / 4), layers)
-            key = json.dumps([config, sp.parallel.degrees], sort_keys=True, default=str)
-            if key not in of_class:
-                of_class[key] = _read(small_copy(kind, config, sp.device), sp)
-            if not unknown_block(model, of_class[key].structure):
-                break
-        return of_class[key]
+            key = kind, repr((sorted(config.items()), sp.parallel.degrees))
+            if key not in _KNOWN:
+                _KNOWN[key] = _read(small_copy(kind, config, sp.device), sp)
+            if not (problem := unknown_block(model, _KNOWN[key].structure)):
+                return _KNOWN[key]
+        raise LongspanError(problem)
     except Exception as error:  # of any kind
         why = error if isinstance(error, LongspanError) else f"its small copy failed: {error}"
         raise LongspanError(f"{kind.__name__} of diffusers cannot be sharded: {why}") from error
 
 
-_KNOWN: dict[type, dict[str, Known]] = {}
-"""By class, and by config and mesh."""
+_KNOWN: dict[Any, Known] = {}
+"""By class, config and mesh."""
 
 
 def _read(small: nn.Module, sp: SequenceSharding) -> Known:
     draw = draw_for(small, sp.size, sp.device)
-
-    def fresh(layout: str) -> Inputs:
-        draw.generator.manual_seed(0)
-        return make_inputs(type(small), draw, layout)
-
-    layout = find_layout(small, fresh)
-    variants = [fresh(layout)]
-    per_token = torch.linspace(3, 700, draw.rows * math.prod(draw.grid), device=sp.device).view(draw.rows, -1)
-    if "timestep" in variants[0] and _runs(small, variants[0] | {"timestep": per_token}):
-        variants.append(variants[0] | {"timestep": per_token})
-    recorded = [Recorder(small, draw.rows) for _ in variants]
-    for recorder, inputs in zip(recorded, variants, strict=True):
+    layout, inputs = find_inputs(small, draw)
+    variants, time = [inputs], torch.linspace(3, 700, draw.rows * math.prod(draw.grid), device=sp.device)
+    per_token = inputs | {"timestep": time.view(draw.rows, -1)}
+    if "timestep" in inputs and not failure(small, per_token):
+        variants.append(per_token)
+    recorded = [Recorder(copy.deepcopy(small)) for _ in variants]
+    for recorder, each in zip(recorded, variants, strict=True):
         with torch.no_grad(), recorder:
-            small(**inputs, return_dict=False)
-    expected = [run(copy.deepcopy(small), inputs) for inputs in variants]
+            recorder.model(**each, return_dict=False)
+    expected = [run(copy.deepcopy(small), each) for each in variants]
     problem, tried = "", list[Structure]()
-    for structure in candidates(recorded, draw.text):
+    for structure in candidates(recorded, draw.rows, draw.text):
         if structure in tried:
             continue
         tried.append(structure)
         problem = _difference(small, structure, sp, variants, expected)
         if not problem:
-            keeps = len(structure.exits) == 1 and _is_arranged(small, min(structure.exits), variants[0])
-            return Known(structure, layout, frozenset(variants[0]), len(variants) > 1, keeps)
+            keeps = len(structure.exits) == 1 and _is_arranged(small, min(structure.exits), inputs)
+            return Known(structure, layout, frozenset(inputs), keeps)
     raise LongspanError(problem)
-
-
-def _runs(model: nn.Module, inputs: Inputs) -> bool:
-    try:
-        with torch.no_grad():
-            model(**inputs, return_dict=False)
-    except Exception:  # of any kind
-        return False
-    return True
 
 
 def _is_arranged(small: nn.Module, path: str, inputs: Inputs) -> bool:
     """Return whether the output has each entry of a module's output once."""
-    found: list[Tensor] = []
-    handle = small.get_submodule(path).register_forward_hook(lambda module, args, output: found.append(output))
-    output = small(**inputs, return_dict=False)[0]
-    handle.remove()
-    return torch.equal(torch.autograd.grad(output, found[-1], output)[0], found[-1])
+    model, found = copy.deepcopy(small), list[Tensor]()
+    model.get_submodule(path).register_forward_hook(lambda module, args, x: places(x.shape, x.device))
+    model.register_forward_hook(lambda module, args, output: found.append(output[0]))
+    if failure(model, inputs):  # it computes with them
+        return False
+    expected = places(found[0].shape, found[0].device).flatten()
+    return found[0].dtype == expected.dtype and torch.equal(found[0].flatten().sort().values, expected)
 
 
 def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     """Return the output of a loss, and the gradients of all weights and inputs."""
     tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
-    for x in (*tensors.values(), *model.parameters()):
+    of = dict(model.named_parameters()) | tensors
+    for x in of.values():
         x.grad = None
-    outputs = [x for _, x in tensors_in(model(**inputs, return_dict=False))]
+    outputs = list(tensors_in(model(**inputs, return_dict=False)).values())
     loss = sum((x * torch.arange(x.numel(), device=x.device, dtype=x.dtype).sin().view(x.shape)).sum() for x in outputs)
     loss.backward()  # type: ignore[union-attr]
-    found = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
-    grads = {name: p.grad for name, p in model.named_parameters()} | {key: x.grad for key, x in tensors.items()}
-    return found | {name: grad.clone() for name, grad in grads.items() if grad is not None}
+    found = {f"output{i or ''}": x.detach() for i, x in enumerate(outputs)}
+    return found | {name: x.grad.clone() for name, x in of.items() if x.grad is not None}
 
 
 def _difference(
@@ -212,12 +193,12 @@ def _difference(
     try:
         shard_tokens(model, structure, tokens)
         runs = list(zip(variants, expected, strict=True))
-        if any(len(names) > 1 for names in structure.regions.values()):
+        if structure.has_streams:
             runs.append(runs[0])
         for i, (inputs, wanted) in enumerate(runs):
             if i == len(variants):  # shorter streams stay whole, which shows the order of streams
                 tokens.fewest = max(tokens.sizes.lengths)
-            found = run(model, at_entrance(inputs, structure, tokens, len(variants) > 1))
+            found = run(model, at_entrance(inputs, structure, tokens))
             largest = max(float(x.abs().max()) for name, x in wanted.items() if not name.startswith("output"))
             for name, x in wanted.items():
                 mine = found.get(name, torch.zeros_like(x))
@@ -236,17 +217,9 @@ def _difference(
     return ""
 
 
-def shard_tokens(model: nn.Module, structure: Structure, tokens: Tokens) -> int:
-    """Hook splits, joins and attention into a model; return the number of its attention modules."""
-    attention = tokens.install(model, structure)
-    for path, module, calls in attention:
-        bind(module, path, calls, tokens)
-    return len(attention)
-
-
-def at_entrance(inputs: Inputs, structure: Structure, tokens: Tokens, time_per_token: bool) -> Inputs:
+def at_entrance(inputs: Inputs, structure: Structure, tokens: Tokens) -> Inputs:
     """Return the inputs with this rank's part of time steps that are one per token."""
-    if not (structure.exits and time_per_token and _is_per_token(inputs.get("timestep"))):
+    if not (structure.exits and structure.time_per_token and _is_per_token(inputs.get("timestep"))):
         return inputs
     return inputs | {"timestep": shard_along(inputs["timestep"], 1, tokens.sp.group)}
 
@@ -267,19 +240,17 @@ def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
     Raises:
         LongspanError: for another model, or for a target of another shape.
     """
-    state = getattr(model, "longspan_state", None)
-    tokens = state.tokens if isinstance(state, DiffusionState) else None
+    tokens = getattr(getattr(model, "longspan_state", None), "tokens", None)
     if tokens is None or tokens.kept is None:
         raise LongspanError(
             f"`model` must be a diffusion transformer parallelized with gather_output=False, got "
             f"{type(model).__name__}; the output of other models needs the whole target"
         )
-    kept = tokens.kept
-    if target.shape != kept.arranged.shape or output.shape != kept.mine.shape:
+    index, mine = tokens.kept
+    if target.shape != index.shape or output.shape != mine:
         raise LongspanError(
             f"a target of shape {tuple(target.shape)} has no part like this rank's output {tuple(output.shape)}; give "
-            f"it in the shape that the model returns on one device, {tuple(kept.arranged.shape)}"
+            f"it in the shape that the model returns on one device, {tuple(index.shape)}"
         )
-    # The model arranges its tokens to the output; the gradient of that arranges a target to tokens.
-    (whole,) = torch.autograd.grad(kept.arranged, kept.zeros, target.to(kept.arranged), retain_graph=True)
-    return shard_along(whole, 1, tokens.sp.group).to(target.dtype)
+    of_tokens = torch.zeros_like(target).flatten().scatter(0, index.flatten().long(), target.flatten())
+    return shard_along(of_tokens.view(mine[0], -1, mine[2]), 1, tokens.sp.group)

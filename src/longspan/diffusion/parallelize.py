@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from longspan.compat.friends_api import hooks_of, is_parallel, version_of_diffus
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
-from longspan.diffusion.check import Known, at_entrance, read, shard_tokens
-from longspan.diffusion.structure import map_tensors, named_arguments, unknown_block
+from longspan.diffusion.attention import shard_tokens
+from longspan.diffusion.check import Known, at_entrance, read
+from longspan.diffusion.structure import leaves, map_tensors, named_arguments, unknown_block
 from longspan.diffusion.tokens import Tokens
 from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.forward.misuse import refuse_copies, refuse_saving_shards
@@ -57,26 +58,24 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
     agree_on_model(sp, check)
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
-    tokens = Tokens(sp, gather_output=options.gather_output)
-    known = read(model, sp)
-    entrance = _Entrance(model, sp, known, tokens, options)
+    tokens, known, name = Tokens(sp, gather_output=options.gather_output), read(model, sp), type(model).__name__
     if not (options.gather_output or known.keeps_tokens):
-        raise LongspanError(
-            f"{entrance.name} has no single projection of its tokens at the end; leave out gather_output=False"
-        )
-    attention = f"{shard_tokens(model, known.structure, tokens)} layers by {_method(sp)}"
+        raise LongspanError(f"{name} has no single projection of its tokens at the end; leave out gather_output=False")
+    layers = shard_tokens(model, known.structure, tokens)
     if not options.gather_output:
-        tokens.keep_output(model)
-    gradients = None
+        model.register_forward_hook(tokens.output_of_rank)
+    gradients = batches = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, known.structure.all_lists, options.mp_policy)
         model.register_forward_hook(_reshard_without_backward)
         refuse_saving_shards(model, model, _SAVE)
     elif sp.fsdp_size > 1:
         gradients = GradientAverage(model.parameters(), sp)
+    if sp.world_size > 1:
+        batches = BatchCheck(sp, options.check_batches, ReplicaCheck(0 if options.fsdp else options.check_weights))
     refuse_copies(model)
-    model.longspan_state = DiffusionState(sp, attention, gradients, tokens)
-    entrance.gradients = gradients
+    model.longspan_state = DiffusionState(sp, layers, gradients, tokens)
+    entrance = _Entrance(name, known, tokens, batches, gradients)
     model.register_forward_pre_hook(entrance, with_kwargs=True)
 
 
@@ -118,12 +117,6 @@ def _check_hooks(model: nn.Module) -> None:
             )
 
 
-def _method(sp: SequenceSharding) -> str:
-    if sp.ring_size == 1:
-        return "Ulysses"
-    return "a ring" if sp.ulysses_size == 1 else "Ulysses in a ring"
-
-
 def _apply_fsdp(model: Any, sp: SequenceSharding, lists: Iterable[str], mp_policy: MixedPrecisionPolicy | None) -> None:
     """Shard each block, and then all other weights, by FSDP. Gradients are averaged."""
     options: dict[str, Any] = {"mesh": sp.fsdp_mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
@@ -144,37 +137,30 @@ def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
 # The entrance of a forward.
 
 
+@dataclass(frozen=True)
 class _Entrance:
     """A forward pre-hook: compare the inputs over the ranks, let their gradients be averaged, and check them."""
 
-    def __init__(
-        self, model: Any, sp: SequenceSharding, known: Known, tokens: Tokens, options: ParallelizeOptions
-    ) -> None:
-        self.sp, self.known, self.tokens = sp, known, tokens
-        self.name = type(model).__name__  # FSDP renames the class
-        self.signature = inspect.signature(type(model).forward)
-        self.accepted = {*known.arguments, "return_dict", *_ATTENTION_ARGUMENTS}
-        self.gradients: GradientAverage | None = None
-        self.inputs = None
-        if sp.world_size > 1:
-            replicas = ReplicaCheck(0 if options.fsdp else options.check_weights)
-            self.inputs = BatchCheck(sp, options.check_batches, replicas)
+    name: str  # of the model's class, which FSDP renames
+    known: Known
+    tokens: Tokens
+    batches: BatchCheck | None
+    gradients: GradientAverage | None
 
     def __call__(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
         whole, mine, problem = dict(kwargs), dict[str, Any](), None
         try:
-            whole = named_arguments(self.signature, model, args, kwargs)
+            whole = named_arguments(model, args, kwargs)
             self._check(model, whole)
             if self.gradients is not None:
                 self.gradients.check(model)
-            known = self.known
-            mine = at_entrance(self._replicated(whole), known.structure, self.tokens, known.time_per_token)
+            mine = at_entrance(self._replicated(whole), self.known.structure, self.tokens)
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
-        if self.inputs is not None:
-            self.inputs.compare(model, _flat(whole), False, problem, self.sp)
+        if self.batches is not None:
+            self.batches.compare(model, leaves(whole), False, problem, self.tokens.sp)
         elif problem is not None:
             raise problem
         self.tokens.split_before_checkpoints(model)
@@ -182,38 +168,21 @@ class _Entrance:
 
     def _replicated(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Average the gradient of each input over the sequence group, as the gradients of weights are averaged."""
-        group = self.sp.group
-        if group is None:
+        sp = self.tokens.sp
+        if sp.group is None:
             return arguments
-        averaged: dict[str, Any] = map_tensors(
-            arguments, lambda _, x: scale_gradient(replicate(x, group_name(group)), 1 / self.sp.size)
-        )
+        name = group_name(sp.group)
+        averaged: dict[str, Any] = map_tensors(arguments, lambda _, x: scale_gradient(replicate(x, name), 1 / sp.size))
         return averaged
 
     def _check(self, model: Any, arguments: Mapping[str, Any]) -> None:
-        name = self.name
         given = {key for key, value in arguments.items() if value is not None}
-        if given - self.accepted:
-            raise LongspanError(
-                f"`{min(given - self.accepted)}` is not supported for {name} sharded over ranks; leave it out"
-            )
+        if others := given - {*self.known.arguments, "return_dict", *_ATTENTION_ARGUMENTS}:
+            raise LongspanError(f"`{min(others)}` is not supported for {self.name} sharded over ranks; leave it out")
         for key in given & {*_ATTENTION_ARGUMENTS}:
             if set(arguments[key]) - {"scale"}:
                 raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
         _check_hooks(model)
         if problem := unknown_block(model, self.known.structure):  # as after a processor was set
             raise LongspanError(problem)
-        self.known.check(arguments, model.config, self.sp.size)
-
-
-def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with each value of a tuple, list or dict by its own name."""
-    flat: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if isinstance(value, tuple | list):
-            flat |= _flat({f"{name}[{i}]": each for i, each in enumerate(value)})
-        elif isinstance(value, dict):
-            flat |= _flat({f"{name}[{key!r}]": each for key, each in value.items()})
-        else:
-            flat[name] = value
-    return flat
+        self.known.check(arguments, model.config, self.tokens.sp.size)

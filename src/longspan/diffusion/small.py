@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,18 +25,14 @@ _WIDTH = ("hidden_size", "dim", "model_dim", "dit_dim", "embed_dim", "hidden_dim
 _AXES = ("axes_dims_rope", "rope_axes_dim", "axes_dims", "axes_dim_rope", "rope_dim_list", "axes_dim", "rope_dim")
 _TEXT = (
     "joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels", "context_in_dim", "cap_feat_dim",
-    "in_text_dim", "text_hidden_dim", "text_in_dim", "encoder_hidden_states_channels", "cond_token_dim",
-    "cross_attention_input_dim", "cross_attention_dim", "condition_dim", "llm_features_dim", "dit_text_dim",
-    "encoder_hidden_size", "hidden_size",
+    "in_text_dim", "text_hidden_dim", "text_in_dim", "cond_token_dim", "cross_attention_input_dim",
+    "cross_attention_dim", "dit_text_dim", "hidden_size",
 )  # fmt: skip
-_CHANNELS = (
-    "audio_acoustic_hidden_dim", "in_channels", "in_visual_dim", "in_dim", "io_channels", "latent_channel",
-    "latent_dim",
-)  # fmt: skip
+_CHANNELS = ("audio_acoustic_hidden_dim", "in_channels", "in_visual_dim", "io_channels", "latent_dim")
 _LARGEST = 20_000_000  # weights of a small copy
 
 
-def first_of(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
+def first_of(config: Any, names: Iterable[str], default: Any = None) -> Any:
     """Return the first of these entries that a config has."""
     return next((config[name] for name in names if config.get(name) is not None), default)
 
@@ -60,33 +56,29 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 
 def small_config(kind: str, config: dict[str, Any], heads: int = 4, layers: int = 2) -> dict[str, Any]:
     """Return a config of the same structure with few heads and layers, and narrow."""
-    streams = {name[: m.start()] for name in config if (m := re.search(rf"(?<=_)({_HEADS})$", name))}  # as "audio_"
-    parts: dict[str, dict[str, Any]] = {}
+    old_heads: dict[str, int] = {}  # of each stream, such as "audio_"
     for name, value in config.items():
-        prefix = next((s for s in streams if name.startswith(s)), "")
-        parts.setdefault(prefix, {})[name[len(prefix) :]] = value
-    small = {prefix + name: x for prefix, part in parts.items() for name, x in _shrunk(part, heads, layers).items()}
-    return {name: small[name] for name in config} | _CONFIGS.get(kind, {})
-
-
-def _shrunk(config: dict[str, Any], heads: int, layers: int) -> dict[str, Any]:
-    old_heads = next((x for name, x in config.items() if re.fullmatch(_HEADS, name) and x), 1)
-    old_width = first_of(config, _WIDTH) or old_heads * first_of(config, _HEAD_DIM, 1)
+        if value and (found := re.fullmatch(rf"(\w+_)??({_HEADS})", name)):
+            old_heads.setdefault(found[1] or "", value)
+    widths = set[int]()
+    for prefix in ("", *old_heads):
+        given, head_dim = (first_of(config, [prefix + name for name in names]) for names in (_WIDTH, _HEAD_DIM))
+        widths.add(max(given or old_heads.get(prefix, 1) * (head_dim or 0), 16))
     axes = first_of(config, _AXES)
     head_dim = 16 if isinstance(axes, tuple | list) and len(axes) == 4 else 12  # even parts
 
     def size(name: str, value: int) -> int:
-        if re.fullmatch(_HEADS, name):
+        if re.fullmatch(rf"(\w+_)??({_HEADS})", name):
             return heads
-        if re.fullmatch(r"(num_key_value|num_kv|n_kv)(_attention)?_heads", name):
-            return max(1, heads * value // int(old_heads))
-        if name in _HEAD_DIM:
+        if grouped := re.fullmatch(r"(\w+_)??(num_key_value|num_kv|n_kv)(_attention)?_heads", name):
+            return max(1, heads * value // old_heads[grouped[1] or ""])
+        if name.endswith(_HEAD_DIM):
             return head_dim
-        if value and value % max(int(old_width), 16) == 0:
-            return value // int(old_width) * heads * head_dim
+        if value and (fits := [width for width in widths - {16} if value % width == 0]):
+            return value // max(fits) * heads * head_dim
         if re.search(r"(layers|depth|blocks)$", name):
             return min(value, layers)
-        if name in _TEXT or (name.endswith("_dim") and value > 256):
+        if name.endswith(_TEXT) or (name.endswith("_dim") and value > 256):
             return 16
         return value if value <= 256 else 24
 
@@ -95,22 +87,26 @@ def _shrunk(config: dict[str, Any], heads: int, layers: int) -> dict[str, Any]:
             return type(value)([head_dim // len(value)] * len(value))
         return size(name, value) if type(value) is int else value
 
-    return {name: entry(name, value) for name, value in config.items()}
+    return {name: entry(name, value) for name, value in config.items()} | _CONFIGS.get(kind, {})
 
 
 def small_copy(kind: Any, config: dict[str, Any], device: torch.device) -> Any:
-    """Return a small model in fp32, the same on every rank. No weight is zero, as then gradients of others would be."""
+    """Return a small model in fp32, the same on every rank."""
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(**config).parameters())
     if size > _LARGEST:
         raise LongspanError(f"its small copy would have {size:,} weights, as its config could not be shrunk")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kind(**config).float()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p), alpha=0.1)
-    return model.to(device)
+        return without_zeros(kind(**config).float(), 0.1).to(device)
+
+
+@torch.no_grad()
+def without_zeros(model: Any, scale: float) -> Any:
+    """Return a model with noise added to its weights, of which none is zero then, or gradients of others would be."""
+    for p in model.parameters():
+        p.add_(torch.randn_like(p), alpha=scale)
+    return model
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,6 +124,7 @@ class Draw:
     generator: torch.Generator  # on the CPU, so that all devices have the same inputs
     device: torch.device
     dtype: torch.dtype = torch.float32
+    layout: str = "BNC"  # of the latents, as pixels or tokens: "BCFHW", "BFCHW", "BCHW", "BNC", ...
 
     def normal(self, *shape: int, trained: bool = True) -> Tensor:
         x = torch.randn(*shape, generator=self.generator, dtype=self.dtype)
@@ -137,13 +134,18 @@ class Draw:
         """Return the first of these entries that the config has."""
         return first_of(self.config, names, default)
 
-    def by_row(self, *shape: int | str) -> Tensor | None:
-        """Return `[rows, *shape]`; None if the config lacks an entry that `shape` names."""
-        sizes = [self.of(n) if isinstance(n, str) else n for n in shape]
-        return None if None in sizes else self.normal(self.rows, *sizes)
+    def by_row(self, *shape: int, width: Iterable[str]) -> Tensor | None:
+        """Return `[rows, *shape, width]`, of the first of these entries that the config has; None if it has none."""
+        size = self.of(*width)
+        return None if size is None else self.normal(self.rows, *shape, size)
 
-    def pixels(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
-        return tuple(n * p for n, p in zip(grid, patch_of(self.config), strict=True))
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        return tuple(n * p for n, p in zip(self.grid, patch_of(self.config), strict=True))
 
     def mask(self) -> Tensor:
         """The text's; the first row has padding, of which more than one of several ranks have a part."""
@@ -164,16 +166,15 @@ class Draw:
         return torch.tensor([values], device=self.device, dtype=self.dtype).expand(self.rows, -1)
 
 
-def latents(draw: Draw, layout: str) -> Tensor:
-    """Return pixels or tokens in a layout: "BCFHW", "BFCHW", "BCHW" or "BNC"."""
+def _latents(draw: Draw) -> Tensor:
     channels = draw.of(*_CHANNELS)
     if draw.of("visual_cond"):  # a condition and its mask
         channels = 2 * channels + 1
-    n = math.prod(draw.grid if "F" in layout or layout == "BNC" else draw.grid[1:])
-    frames, height, width = draw.pixels(draw.grid)
+    n = math.prod(draw.grid if "F" in draw.layout or draw.layout == "BNC" else draw.grid[1:])
+    frames, height, width = draw.pixels
     frames = draw.of("video_length", default=frames)
     sizes = {"B": draw.rows, "C": channels, "N": n, "F": frames, "H": height, "W": width}
-    return draw.normal(*(sizes[axis] for axis in layout))
+    return draw.normal(*(sizes[axis] for axis in draw.layout))
 
 
 def _text(draw: Draw) -> Tensor | None:
@@ -194,13 +195,8 @@ def _image(draw: Draw) -> Tensor | None:
 def _rotary(draw: Draw) -> Any:
     if not draw.of("use_rotary_positional_embeddings"):
         return None
-    angles = draw.normal(math.prod(draw.grid), draw.of(*_HEAD_DIM), trained=False)
+    angles = draw.normal(draw.tokens, draw.of(*_HEAD_DIM), trained=False)
     return angles.cos(), angles.sin()
-
-
-def _sound(draw: Draw) -> Tensor | None:
-    """Return a sound that belongs to a video, with fewer tokens."""
-    return draw.normal(draw.rows, 2 * draw.text, draw.of("audio_in_channels", "in_audio_dim"))
 
 
 def _by_frame(draw: Draw) -> Tensor:
@@ -208,11 +204,10 @@ def _by_frame(draw: Draw) -> Tensor:
 
 
 RULES: dict[str, Callable[[Draw], Any]] = {
+    "hidden_states": _latents,
     "encoder_hidden_states": _text,
     "timestep": lambda draw: draw.numbers(3, 700),
-    "pooled_projections": lambda draw: draw.by_row(
-        next((name for name in ("pooled_projection_dim", "in_text_dim2", "text_emb_dim") if draw.of(name)), "none")
-    ),
+    "pooled_projections": lambda draw: draw.by_row(width=("pooled_projection_dim", "in_text_dim2", "text_emb_dim")),
     "guidance": lambda draw: draw.numbers(2, 4) if draw.of("guidance_embeds") else None,
     "encoder_attention_mask": Draw.mask,
     "encoder_hidden_states_mask": Draw.mask,
@@ -225,17 +220,17 @@ RULES: dict[str, Callable[[Draw], Any]] = {
     "width": lambda draw: draw.grid[2],
     "image_rotary_emb": _rotary,
     "encoder_hidden_states_image": _image,
-    "image_embeds": lambda draw: draw.by_row(draw.text, "image_embed_dim"),
-    "encoder_hidden_states_2": lambda draw: draw.by_row(draw.text, "text_embed_2_dim"),
+    "image_embeds": lambda draw: draw.by_row(draw.text, width=["image_embed_dim"]),
+    "encoder_hidden_states_2": lambda draw: draw.by_row(draw.text, width=["text_embed_2_dim"]),
     "encoder_attention_mask_2": lambda draw: draw.mask() if draw.of("text_embed_2_dim") else None,
-    "control_hidden_states": lambda draw: draw.by_row("vace_in_channels", *draw.pixels(draw.grid)),
+    "control_hidden_states": lambda draw: draw.normal(draw.rows, draw.of("vace_in_channels"), *draw.pixels),
     "original_size": lambda draw: draw.constant(6, 10),
     "target_size": lambda draw: draw.constant(6, 10),
     "crop_coords": lambda draw: draw.constant(6, 10),
     "added_cond_kwargs": lambda draw: {"resolution": draw.constant(6, 10), "aspect_ratio": draw.constant(6)},
-    "prior_token_id": lambda draw: torch.arange(math.prod(draw.grid), device=draw.device).expand(draw.rows, -1) % 16,
-    "prior_token_drop": lambda draw: torch.zeros(draw.rows, math.prod(draw.grid), dtype=torch.bool, device=draw.device),
-    "audio_hidden_states": _sound,
+    "prior_token_id": lambda draw: torch.arange(draw.tokens, device=draw.device).expand(draw.rows, -1) % 16,
+    "prior_token_drop": lambda draw: torch.zeros(draw.rows, draw.tokens, dtype=torch.bool, device=draw.device),
+    "audio_hidden_states": lambda draw: draw.by_row(2 * draw.text, width=("audio_in_channels", "in_audio_dim")),
     "audio_num_frames": lambda draw: 2 * draw.text,
     "audio_encoder_hidden_states": _text,
     "audio_encoder_attention_mask": Draw.mask,
@@ -243,63 +238,59 @@ RULES: dict[str, Callable[[Draw], Any]] = {
     "text_bth": _text,
     "text_lens": lambda draw: draw.mask().sum(1),
     "context_latents": lambda draw: draw.normal(
-        draw.rows, 2 * math.prod(draw.grid), draw.of("in_channels") - draw.of("audio_acoustic_hidden_dim")
+        draw.rows, 2 * draw.tokens, draw.of("in_channels") - draw.of(*_CHANNELS)
     ),
     "r_timestep": lambda draw: _by_frame(draw) / 2,
-    "global_hidden_states": lambda draw: (
-        draw.by_row("global_cond_dim") if draw.of("global_cond_dim") else draw.by_row(1, "global_states_input_dim")
-    ),
-    "ofs": lambda draw: torch.full((1,), 2.0, device=draw.device) if draw.of("ofs_embed_dim") else None,
-    "x": lambda draw: list(draw.normal(draw.rows, draw.of("in_channels"), 1, *draw.pixels((1, *draw.grid[1:]))[1:])),
+    "StableAudio3DiTModel.global_hidden_states": lambda draw: draw.by_row(width=["global_cond_dim"]),
+    "StableAudioDiTModel.global_hidden_states": lambda draw: draw.by_row(1, width=["global_states_input_dim"]),
+    "x": lambda draw: list(draw.normal(draw.rows, draw.of("in_channels"), 1, *draw.pixels[1:])),
     "t": lambda draw: draw.numbers(0.1, 0.9),
     "cap_feats": lambda draw: [draw.normal(draw.text - i, draw.of("cap_feat_dim")) for i in range(draw.rows)],
+    "LatteTransformer3DModel.enable_temporal_attentions": lambda draw: True,
+    "LatteTransformer3DModel.encoder_attention_mask": lambda draw: draw.mask().repeat_interleave(
+        draw.of("video_length"), 0
+    )[:, None],
+    "CosmosTransformer3DModel.padding_mask": lambda draw: draw.normal(1, 1, *draw.grid[1:], trained=False) * 0,
+    "CosmosTransformer3DModel.attention_mask": Draw.mask,
+    "AceStepTransformer1DModel.timestep_r": lambda draw: draw.numbers(3, 700),
+    "AceStepTransformer1DModel.hidden_states": lambda draw: draw.by_row(2 * draw.tokens, width=_CHANNELS),
+    "AnyFlowTransformer3DModel.timestep": _by_frame,
 }
-"""A value by the name of an argument; None: leave it out."""
-
-OTHERS: dict[str, dict[str, Callable[[Draw], Any]]] = {
-    "LatteTransformer3DModel": {
-        "enable_temporal_attentions": lambda draw: True,
-        "encoder_attention_mask": lambda draw: draw.mask().repeat_interleave(draw.of("video_length"), 0)[:, None],
-    },
-    "CosmosTransformer3DModel": {
-        "padding_mask": lambda draw: torch.zeros(1, 1, *draw.grid[1:], dtype=draw.dtype, device=draw.device),
-        "attention_mask": Draw.mask,
-    },
-    "AceStepTransformer1DModel": {
-        "timestep_r": lambda draw: draw.numbers(3, 700),
-        "hidden_states": lambda draw: draw.by_row(2 * math.prod(draw.grid), "audio_acoustic_hidden_dim"),
-    },
-    "AnyFlowTransformer3DModel": {"timestep": _by_frame},
-}
-"""What differs, by class and argument."""
+"""A value by the name of an argument, after its class where others have the argument too; None: leave it out."""
 
 
-def make_inputs(kind: type, draw: Draw, layout: str) -> Inputs:
-    """Return random inputs of a class of models.
+def make_inputs(kind: type, draw: Draw) -> Inputs:
+    """Return random inputs of a class of models, the same in each call.
 
     Raises:
         LongspanError: if an argument that the class needs has no rule.
     """
-    rules = {"hidden_states": lambda draw: latents(draw, layout)} | RULES | OTHERS.get(kind.__name__, {})
-    parameters = list(inspect.signature(kind.forward).parameters.items())[1:]  # type: ignore[attr-defined]
-    for name, parameter in parameters:
-        if name not in rules and parameter.default is parameter.empty:
+    parameters = dict(list(inspect.signature(kind.forward).parameters.items())[1:])  # type: ignore[attr-defined]
+    rules = {name: RULES.get(f"{kind.__name__}.{name}") or RULES.get(name) for name in parameters}
+    for name, parameter in parameters.items():
+        if rules[name] is None and parameter.default is parameter.empty:
             raise LongspanError(f"no rule for its argument `{name}`")
-    inputs = {name: rules[name](draw) for name, _ in parameters if name in rules}
+    draw.generator.manual_seed(draw.generator.initial_seed())
+    inputs = {name: rule(draw) for name, rule in rules.items() if rule is not None}
     return {name: value for name, value in inputs.items() if value is not None}
 
 
-LAYOUTS = ("BNC", "BCHW", "BCFHW", "BFCHW", "BFHWC", "BCN")
+def failure(model: Any, inputs: Inputs) -> str:
+    """Return why a model does not run on inputs; "" if it does."""
+    try:
+        with torch.no_grad():
+            model(**inputs, return_dict=False)
+    except Exception as error:  # of any kind
+        return f"{type(error).__name__}: {str(error)[:150]}"
+    return ""
 
 
-def find_layout(model: Any, make: Callable[[str], Inputs]) -> str:
-    """Return the first layout of latents that a model runs on."""
+def find_inputs(model: Any, draw: Draw) -> tuple[str, Inputs]:
+    """Return the first layout of latents that a model runs on, and random inputs of this layout."""
     errors = []
-    for layout in LAYOUTS:
-        try:
-            with torch.no_grad():
-                model(**make(layout), return_dict=False)
-            return layout
-        except Exception as error:
-            errors.append(f"{layout}: {type(error).__name__}: {str(error)[:150]}")
+    for layout in ("BNC", "BCHW", "BCFHW", "BFCHW", "BFHWC", "BCN"):
+        inputs = make_inputs(type(model), replace(draw, layout=layout))
+        if not (error := failure(model, inputs)):
+            return layout, inputs
+        errors.append(f"{layout}: {error}")
     raise ValueError("; ".join(errors))

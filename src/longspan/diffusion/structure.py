@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +38,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Attention:
-    """Whose tokens are the queries and the keys of a call that mixes tokens.
-
-    `kind`: "softmax", "sum" (a product over all tokens, of linear attention) or "rows" (a convolution over rows of
-    pixels).
-    """
+    """Whose tokens are the queries and the keys of a call that mixes tokens, of a kind that `mixing` names."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -60,9 +57,16 @@ class Block:
     arguments: Paths
     outputs: Paths
     attention: dict[str, tuple[Attention, ...]]  # by the path of a module in the block: its calls, in order
-    by_rows: bool  # whether it takes `height` and `width`, as its tokens are pixels: whole rows are split
     # Arguments with a batch of other tokens, as of frames: these are sharded while it runs, and its own are not.
     switched: frozenset[tuple[str, int]]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether it takes `height` and `width`, as its tokens are pixels: whole rows are split."""
+        return any(call.kind == "rows" for calls in self.attention.values() for call in calls)
+
+
+Kind = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -73,44 +77,50 @@ class Structure:
     blocks: dict[str, dict[Kind, Block]]  # by list, and by what a block consists of
     exits: dict[str, int]  # modules whose output is joined, with its stream; none: the last block of each region
     all_lists: tuple[str, ...]  # also those that are not sharded
+    time_per_token: bool  # whether it takes a time step for each token
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether blocks return other tokens than those of the latents, too."""
+        return any(len(arguments) > 1 for arguments in self.regions.values())
 
 
-def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
-    """Return each tensor in nested tuples, lists and dicts, with its path."""
-    found: list[tuple[str, Tensor]] = []
+def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Return nested tuples, lists and dicts with each value changed, of a path such as `angles[0]`."""
+    if isinstance(value, dict):
+        return {key: map_leaves(x, change, f"{path}[{key!r}]" if path else str(key)) for key, x in value.items()}
+    if isinstance(value, tuple | list):
+        changed = [map_leaves(x, change, f"{path}[{i}]") for i, x in enumerate(value)]
+        return type(value)(changed) if type(value) in (tuple, list) else type(value)(*changed)  # a named tuple
+    return change(path, value)
 
-    def keep(path: str, x: Tensor) -> Tensor:
-        found.append((path, x))
-        return x
 
-    map_tensors(value, keep)
+def map_tensors(value: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return nested tuples, lists and dicts with each tensor changed."""
+    return map_leaves(value, lambda path, x: change(path, x) if isinstance(x, Tensor) else x)
+
+
+def leaves(value: Any) -> dict[str, Any]:
+    """Return each value in nested tuples, lists and dicts, by its path."""
+    found: dict[str, Any] = {}
+    map_leaves(value, found.__setitem__)
     return found
 
 
-def map_tensors(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """Return nested tuples, lists and dicts with each tensor changed."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if isinstance(value, dict):
-        return {key: map_tensors(x, change, f"{path}.{key}" if path else str(key)) for key, x in value.items()}
-    if isinstance(value, tuple | list):
-        changed = [map_tensors(x, change, f"{path}.{i}" if path else str(i)) for i, x in enumerate(value)]
-        return type(value)(changed) if type(value) in (tuple, list) else type(value)(*changed)  # a named tuple
-    return value
-
-
-Kind = frozenset[tuple[str, str]]
+def tensors_in(value: Any) -> dict[str, Tensor]:
+    """Return each tensor in nested tuples, lists and dicts, by its path."""
+    return {path: x for path, x in leaves(value).items() if isinstance(x, Tensor)}
 
 
 def made_of(block: nn.Module) -> Kind:
-    """Return the path and class of each of diffusers' modules in a block, and of each processor, as `path.()`."""
-    found: set[tuple[str, str]] = set()
+    """Return the path and class of each of diffusers' modules in a block, and of each attention processor."""
+    found: dict[str, Any] = {}
     for path, module in block.named_modules():
         if path and is_of_diffusers(module):
-            found.add((path, type(module).__name__))
+            found[path] = module
         if hasattr(module, "processor"):
-            found.add((f"{path}.()", type(module.processor).__name__))
-    return frozenset(found)
+            found[f"{path}.processor"] = module.processor
+    return frozenset((path, type(part).__name__) for path, part in found.items())
 
 
 def unknown_block(model: nn.Module, structure: Structure) -> str:
@@ -118,23 +128,22 @@ def unknown_block(model: nn.Module, structure: Structure) -> str:
     lists = block_lists(model)
     for path, kinds in structure.blocks.items():
         for i, block in enumerate(lists[path]):
-            if (kind := made_of(block)) in kinds:
-                continue
-            others = sorted((name, of) for name, of in kind.difference(*kinds) if name.endswith(".()"))
-            if not others:
-                return f"{path}.{i} has other modules than diffusers makes from its config"
-            ((name, of), *_) = others
-            return (
-                f"{path}.{i}.{name.removesuffix('.()')} has the attention processor {of}, which longspan does not know "
-                f"there; use the one that diffusers sets"
-            )
+            if (kind := made_of(block)) not in kinds:
+                name, of = min(kind.difference(*kinds), default=("", type(block).__name__))
+                return (
+                    f"{path}.{i}.{name} is {of}, which longspan does not know there; use what diffusers makes from the "
+                    f"model's config"
+                )
     return ""
 
 
-def named_arguments(signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+_signature = functools.cache(inspect.signature)
+
+
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a forward by name; those of `**kwargs` too."""
-    bound = signature.bind(module, *args, **kwargs)
-    arguments = dict(list(bound.arguments.items())[1:])
+    signature = _signature(type(module).forward)
+    arguments = dict(list(signature.bind(module, *args, **kwargs).arguments.items())[1:])
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name, {})
@@ -155,8 +164,25 @@ def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 # One forward, recorded.
 
 
+def mixing(func: Any, args: Any, kwargs: Any) -> tuple[str, int, int]:
+    """Return how a function of torch may mix tokens, and of how many queries and keys.
+
+    "softmax"; "sum": a product over all tokens, of linear attention; "rows": a convolution over rows of pixels, as
+    `nn.Conv2d` calls it; "": not at all.
+    """
+    if func is F.scaled_dot_product_attention:
+        q, k = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
+        return "softmax", q.shape[-2], k.shape[-2]
+    if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and all(x.dim() == 4 for x in args[:2]):
+        return "sum", args[0].shape[-1], args[0].shape[-1]
+    if func is F.conv2d and len(args) == 7 and args[1].shape[-2] > 1:
+        pixels = math.prod(args[0].shape[-2:])
+        return "rows", pixels, pixels
+    return "", 0, 0
+
+
 def _shapes(value: Any) -> Shapes:
-    return {(path, x.dim()): tuple(x.shape) for path, x in tensors_in(value)}
+    return {(path, x.dim()): tuple(x.shape) for path, x in tensors_in(value).items()}
 
 
 @dataclass
@@ -164,93 +190,64 @@ class _Call:
     """A call of a block."""
 
     path: str  # of its list
-    block: nn.Module
+    kind: Kind
     arguments: Shapes
-    sides: tuple[Any, Any]  # `height` and `width`, if the block takes them
     outputs: Shapes = field(default_factory=dict)
-    attention: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)  # kind, queries, keys
+    mixing: dict[str, list[tuple[str, int, int]]] = field(default_factory=lambda: defaultdict(list))  # by module
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of blocks, and of what mixes tokens in them, in a `with` block."""
+    """Records the calls of a model's blocks, and of what mixes tokens in them, in a `with` block. Leaves its hooks."""
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
-        """`rows`: of the batch."""
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.rows = model, rows
+        self.model = model
         self.calls: list[_Call] = []
-        self.after: list[tuple[str, tuple[int, ...]]] = []  # modules called after the last block: path, output shape
-        self._stack: list[str] = []  # paths of running modules in the block
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Any:
-        for path, modules in block_lists(self.model).items():
+        self.after: dict[str, tuple[int, ...]] = {}  # output shapes of modules called after the last block, by path
+        self._running: list[str] = []  # paths of modules in the block
+        for path, modules in block_lists(model).items():
             for block in modules:
                 self._record_block(path, block)
-        for path, module in self.model.named_children():
-            self._handles.append(module.register_forward_hook(functools.partial(self._record_after, path)))
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for path, module in model.named_children():
+            module.register_forward_hook(functools.partial(self._record_after, path))
 
     def _record_block(self, path: str, block: nn.Module) -> None:
-        signature = inspect.signature(type(block).forward)
+        kind = made_of(block)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            named = named_arguments(signature, module, args, kwargs)
-            self.calls.append(_Call(path, block, _shapes(named), (named.get("height"), named.get("width"))))
+            self.calls.append(_Call(path, kind, _shapes(named_arguments(module, args, kwargs))))
             self.after.clear()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self.calls[-1].outputs = _shapes(output)
 
-        self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(block.register_forward_hook(after))
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after)
         for name, module in block.named_modules():
-            self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._stack.append(name)))
-            self._handles.append(module.register_forward_hook(lambda *_: (self._stack.pop(), None)[1]))
+            module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
+            module.register_forward_hook(lambda *_: (self._running.pop(), None)[1])
 
     def _record_after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.after.append((path, tuple(output.shape)))
+            self.after[path] = tuple(output.shape)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._stack:
-            call = self.calls[-1]
-            sites = call.attention.setdefault(self._stack[-1], [])
-            if func is F.scaled_dot_product_attention:
-                q, k = (kwargs.get(name, args[i] if i < len(args) else None) for i, name in enumerate(("query", "key")))
-                sites.append(("softmax", q.shape[-2], k.shape[-2]))
-            elif is_product(func) and args[0].dim() == args[1].dim() == 4:
-                sites.append(("sum", args[0].shape[-1], args[0].shape[-1]))
-            elif is_over_rows(func, args) and args[0].shape[-2:] == call.sides:
-                sites.append(("rows", math.prod(call.sides), math.prod(call.sides)))
-        return func(*args, **kwargs)
-
-
-def is_product(func: Any) -> bool:
-    """Return whether a function is a product of matrices."""
-    return func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-
-def is_over_rows(func: Any, args: Any) -> bool:
-    """Return whether a function convolves neighbouring rows, as `nn.Conv2d` calls it."""
-    return func is F.conv2d and len(args) == 7 and args[1].shape[-2] > 1
+        found = mixing(func, args, kwargs or {})
+        if self._running and found[0]:
+            self.calls[-1].mixing[self._running[-1]].append(found)
+        return func(*args, **(kwargs or {}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From a recording to a structure.
 
 
-def candidates(recorded: Sequence[Recorder], text: int) -> Iterator[Structure]:
+def candidates(recorded: Sequence[Recorder], rows: int, text: int) -> Iterator[Structure]:
     """Yield structures that fit the recorded forwards of one model, the one that gathers least first.
 
     Args:
         recorded: a forward with each variant of the inputs.
+        rows: of the batch.
         text: tokens of the text: lists of blocks with no more tokens are not sharded.
 
     Raises:
@@ -258,53 +255,48 @@ def candidates(recorded: Sequence[Recorder], text: int) -> Iterator[Structure]:
     """
     calls = [call for each in recorded for call in each.calls]
     by_list = {path: [call for call in calls if call.path == path] for path in dict.fromkeys(c.path for c in calls)}
-    rows = recorded[0].rows
     streams = {path: _streams(of_list[0], rows) for path, of_list in by_list.items()}
-    mixing = [path for path, of_list in by_list.items() if any(any(call.attention.values()) for call in of_list)]
-    large = {path for path in mixing if any(size > text for size in streams[path].values())}
-    at = [i for i, call in enumerate(recorded[0].calls) if call.path in large]
-    between = {call.path for call in recorded[0].calls[min(at, default=0) : max(at, default=0)]}
-    sharded = tuple(path for path in mixing if path in large | between)
+    mixing_lists = [path for path, of_list in by_list.items() if any(call.mixing for call in of_list)]
+    large = [
+        i for i, call in enumerate(calls) if call.path in mixing_lists and max(streams[call.path], default=0) > text
+    ]
+    between = {call.path for call in calls[min(large, default=0) : max(large, default=-1) + 1]}
+    sharded = tuple(path for path in mixing_lists if path in between)
     if not sharded:
         raise LongspanError("no list of its blocks takes and returns all tokens of the latents")
     # Without `all_streams`, the others, such as a text that each row holds another part of, stay on every rank.
     for all_streams in (True, False):
         if not all_streams:
-            streams = {path: {n: x for n, x in of.items() if x == max(of.values())} for path, of in streams.items()}
-        base = tuple(dict.fromkeys(streams[sharded[0]].values()))
-        exits = {
-            base.index(shape[1]): path for path, shape in recorded[0].after if len(shape) == 3 and shape[1] in base
-        }
-        together, apart = (sharded,), tuple((path,) for path in sharded)
-        for regions, joined in ((together, exits), (together, {}), (apart, {})):
+            streams = {path: {max(of): of[max(of)]} for path, of in streams.items() if of}
+        base = list(streams[sharded[0]])
+        last = {shape[1]: path for path, shape in recorded[0].after.items() if len(shape) == 3 and shape[1] in base}
+        exits = {path: base.index(n) for n, path in last.items()}
+        apart = [(path,) for path in sharded]
+        for regions, joined in (([sharded], exits), ([sharded], {}), (apart, {})):
             for backwards in (True, False):
-                blocks = {
-                    path: _blocks(by_list[path], tuple(dict.fromkeys(streams[region[0]].values())), backwards, rows)
-                    for region in regions
-                    for path in region
-                }
-                first = {region: _names(streams[region[0]]) for region in regions}
-                yield Structure(first, blocks, {path: stream for stream, path in joined.items()}, tuple(by_list))
+                blocks: dict[str, dict[Kind, Block]] = {}
+                base_of = {path: list(streams[region[0]]) for region in regions for path in region}
+                for call in calls:
+                    if call.path in base_of:
+                        block = _block(call, base_of[call.path], backwards, rows)
+                        before = blocks.setdefault(call.path, {}).setdefault(call.kind, block)
+                        before.arguments.update(block.arguments | before.arguments)
+                first = {region: tuple(streams[region[0]].values()) for region in regions}
+                yield Structure(first, blocks, joined, tuple(by_list), len(recorded) > 1)
 
 
-def _names(streams: dict[str, int]) -> tuple[str, ...]:
-    """Return one argument of each length: the same tokens may come in several."""
-    return tuple({size: name for name, size in reversed(streams.items())}[n] for n in dict.fromkeys(streams.values()))
+def _streams(call: _Call, rows: int) -> dict[int, str]:
+    """Return the numbers of tokens that a block takes and returns, with the first argument of each."""
+    returned = [shape for (_, dims), shape in call.outputs.items() if dims == 3]
+    found: dict[int, str] = {}
+    for (name, _), shape in call.arguments.items():
+        if shape in returned:
+            found.setdefault(shape[0] if shape[1] == rows else shape[1], name)
+    return found
 
 
-def _streams(call: _Call, rows: int) -> dict[str, int]:
-    """Return the tokens of each argument of a block that it returns changed."""
-    arguments = {name: shape for (name, dims), shape in call.arguments.items() if dims == 3}
-    found: dict[str, int] = {}
-    for (_, dims), shape in call.outputs.items():
-        name = next((name for name, x in arguments.items() if x == shape and name not in found), None)
-        if dims == 3 and name is not None:
-            found[name] = shape[0] if shape[1] == rows else shape[1]
-    return {name: found[name] for name in arguments if name in found}
-
-
-def _blocks(calls: list[_Call], base: tuple[int, ...], backwards: bool, rows: int) -> dict[Kind, Block]:
-    """Return the kinds of blocks of a list.
+def _block(call: _Call, base: list[int], backwards: bool, rows: int) -> Block:
+    """Return how a block is sharded.
 
     Args:
         base: tokens of each stream.
@@ -313,46 +305,33 @@ def _blocks(calls: list[_Call], base: tuple[int, ...], backwards: bool, rows: in
     """
     joint = tuple(range(len(base))) if len(base) > 1 else (0, REPLICATED)
     joint = joint[::-1] if backwards else joint
-
-    def of(size: int) -> tuple[int, ...] | None:
-        if size in base:
-            return (base.index(size),)
-        return joint if len(base) > 1 and size == sum(base) else None
-
-    returned = _streams(calls[0], rows)
+    of = {sum(base): joint} | {n: (i,) for i, n in enumerate(base)}
+    returned = _streams(call, rows).values()
+    texts = {shape[1] for (_, dims), shape in call.arguments.items() if dims == 3}
 
     def cut(name: str, shape: tuple[int, ...]) -> Cut | None:
-        found = [Cut(dim, streams) for dim, size in enumerate(shape) if (streams := of(size)) is not None]
-        if not found and shape and shape[0] % rows == 0 and shape[0] // rows in base and name not in returned:
-            found = [Cut(0, (base.index(shape[0] // rows),), of_rows=True)]
+        found = [Cut(dim, of[n]) for dim, n in enumerate(shape) if n in of]
+        if not found and name not in returned and shape and shape[0] % rows == 0 and shape[0] // rows in base:
+            found = [Cut(0, of[shape[0] // rows], of_rows=True)]
         if len(found) != 1 or ("mask" in name and len(found[0].streams) > 1):
             return None  # attention permutes a mask of all tokens itself
         return found[0]
 
-    def attention(kind: str, queries: int, keys: int, replicated: set[int]) -> Attention:
-        def parts(n: int) -> tuple[int, ...]:
-            longer = len(base) == 1 and n > base[0] and (n == queries or n - base[0] in replicated)
-            return of(n) or (joint if longer else (REPLICATED,))
+    def whose(n: int, queries: int) -> tuple[int, ...]:
+        if len(base) == 1 and n > base[0] and (n == queries or n - base[0] in texts):
+            return joint
+        return of.get(n, (REPLICATED,))
 
-        return Attention(parts(queries), parts(keys), kind)
-
-    kinds: dict[Kind, Block] = {}
-    for call in calls:
-        replicated = {shape[1] for (_, dims), shape in call.arguments.items() if dims == 3}
-        sites = {}
-        for path, site in call.attention.items():
-            found = tuple(attention(*one, replicated) for one in site if one[0] == "softmax" or of(one[1]))
-            if any(set(x.keys) != {REPLICATED} for x in found):
-                sites[path] = found
-        batch = min(call.outputs.values(), default=())[:1]
-        switches = bool(sites) and all(len(x) > 1 and x[0] > rows and of(x[1]) for x in call.outputs.values())
-        block = Block(
-            {key: cut(key[0], shape) for key, shape in call.arguments.items()},
-            {key: cut(key[0], shape) for key, shape in call.outputs.items()},
-            sites,
-            by_rows=any(x.kind == "rows" for site in sites.values() for x in site),
-            switched=frozenset(key for key, shape in call.arguments.items() if switches and shape[:1] == batch),
-        )
-        before = kinds.setdefault(made_of(call.block), block)
-        before.arguments.update({k: v for k, v in block.arguments.items() if k not in before.arguments})
-    return kinds
+    sites = {}
+    for path, site in call.mixing.items():
+        found = tuple(Attention(whose(q, q), whose(k, q), kind) for kind, q, k in site if kind == "softmax" or q in of)
+        if any(set(x.keys) != {REPLICATED} for x in found):
+            sites[path] = found
+    batch = min(call.outputs.values(), default=())[:1]
+    switches = bool(sites) and all(len(x) > 1 and x[0] > rows and x[1] in of for x in call.outputs.values())
+    return Block(
+        {key: cut(key[0], shape) for key, shape in call.arguments.items()},
+        {key: cut(key[0], shape) for key, shape in call.outputs.items()},
+        sites,
+        frozenset(key for key, shape in call.arguments.items() if switches and shape[:1] == batch),
+    )

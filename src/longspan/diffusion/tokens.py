@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
-import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +18,7 @@ from longspan.compat.friends_api import checkpoint_function, set_checkpoint_func
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
-from longspan.diffusion.structure import (
-    REPLICATED,
-    Block,
-    Cut,
-    Paths,
-    Structure,
-    block_lists,
-    made_of,
-    map_tensors,
-    named_arguments,
-    tensors_in,
-    unknown_block,
-)
+from longspan.diffusion.structure import REPLICATED, Block, Cut, Paths, map_tensors, named_arguments, tensors_in
 
 
 @dataclass(frozen=True)
@@ -60,39 +46,44 @@ class Parts:
         return tuple(share[self.sp.rank] if split else n for n, split, share in pairs)
 
     @property
+    def here(self) -> int:
+        """How many tokens this rank holds."""
+        return sum(self.held)
+
+    @property
     def of_ranks(self) -> tuple[int, ...]:
         """How many tokens of all streams are each rank's."""
         return tuple(map(sum, zip(*self.shares, strict=True)))
 
-    def order(self, device: torch.device) -> Tensor | None:
-        """Return each token's index, in the order of ranks; None if both orders agree."""
-        return None if len(self.lengths) == 1 or self.sp.size == 1 else _order(self.shares, device)
+    def in_order_of_ranks(self, x: Tensor, dim: int) -> Tensor:
+        """Return all tokens in the order of ranks, of all tokens."""
+        if len(self.lengths) == 1 or self.sp.size == 1:
+            return x
+        streams = [part.split(share, dim) for part, share in zip(x.split(self.lengths, dim), self.shares, strict=True)]
+        return torch.cat([part for of_rank in zip(*streams, strict=True) for part in of_rank], dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens that this rank holds, of all tokens."""
-        return self._each(x, dim, self.lengths, self._shard, self.is_split)
+        return self._each(x, dim, self.lengths, self._shard, split=True)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks; the inverse of `split`."""
-        return self._each(x, dim, self.held, self._gather, self.is_split)
+        return self._each(x, dim, self.held, self._gather, split=True)
 
     def share(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of those that it holds, so that those of every rank count once."""
-        return self._each(x, dim, self.held, self._shard, self._is_whole)
+        return self._each(x, dim, self.held, self._shard, split=False)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Return the inverse of `share`."""
-        return self._each(x, dim, [share[self.sp.rank] for share in self.shares], self._gather, self._is_whole)
+        return self._each(x, dim, [share[self.sp.rank] for share in self.shares], self._gather, split=False)
 
-    @property
-    def _is_whole(self) -> tuple[bool, ...]:
-        return tuple(not split for split in self.is_split)
-
-    def _each(self, x: Tensor, dim: int, sizes: Sequence[int], change: Any, changes: Sequence[bool]) -> Tensor:
-        if self.sp.size == 1 or not any(changes):
+    def _each(self, x: Tensor, dim: int, sizes: Sequence[int], change: Any, *, split: bool) -> Tensor:
+        """Change each stream that is split, or each that is not."""
+        if self.sp.size == 1 or split not in self.is_split:
             return x
-        parts = zip(x.split(list(sizes), dim), self.lengths, changes, strict=True)
-        changed = [change(part, dim, n) if change_it else part for part, n, change_it in parts]
+        parts = zip(x.split(list(sizes), dim), self.lengths, self.is_split, strict=True)
+        changed = [change(part, dim, n) if is_split == split else part for part, n, is_split in parts]
         return changed[0] if len(changed) == 1 else torch.cat(changed, dim)
 
     def _shard(self, x: Tensor, dim: int, length: int) -> Tensor:
@@ -103,13 +94,6 @@ class Parts:
         return gather_along(rows, dim, length // self.unit, self.sp.group).flatten(dim, dim + 1)
 
 
-@functools.lru_cache(maxsize=16)
-def _order(shares: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    starts = [0, *itertools.accumulate(map(sum, shares))]
-    parts = [(torch.arange(sum(n)) + start).split(list(n)) for n, start in zip(shares, starts, strict=False)]
-    return torch.cat([of_stream[rank] for rank in range(len(shares[0])) for of_stream in parts]).to(device)
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Those of a running block."""
@@ -117,15 +101,6 @@ class Sizes:
     lengths: tuple[int, ...] = ()  # tokens of each stream, on all ranks together
     unit: int = 1  # see `Parts`
     rows: int = 0  # of the batch, if they are sharded instead of the tokens
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The output of a forward without `gather_output`: the model arranges zeros in the place of all its tokens."""
-
-    mine: Tensor  # this rank's tokens of the output
-    zeros: Tensor  # in the place of all tokens
-    arranged: Tensor  # zeros in the output's shape
 
 
 class Tokens:
@@ -138,21 +113,23 @@ class Tokens:
         self.fewest = sp.size  # a stream of fewer tokens is not split
         self.sizes = Sizes()
         self.is_split = False  # while a checkpointed block runs
-        self.blocks: dict[nn.Module, tuple[inspect.Signature, Block, tuple[str, ...]]] = {}
+        # Those of a block that starts a region have the arguments of the streams.
+        self.blocks: dict[nn.Module, tuple[Block, tuple[str, ...]]] = {}
+        self.exits: dict[nn.Module, int] = {}  # see `Structure`
         self.plans: dict[Any, Any] = {}  # of attention in a ring, the last ones
-        self.kept: Kept | None = None
-        self.had_gradients: bool | None = None  # while the model arranges zeros, for which gradients are enabled
+        self.mine: Tensor | None = None  # this rank's tokens of the output, while the model arranges an index of all
+        self.kept: tuple[Tensor, torch.Size] | None = None  # that index in the output's shape, and the shape of `mine`
 
     def parts(self, streams: tuple[int, ...], held: int | None = None) -> Parts:
         """Return the tokens of these streams; of a tensor that holds so many, the rest are `REPLICATED`."""
         lengths = [0 if stream == REPLICATED else self.sizes.lengths[stream] for stream in streams]
         split, unit = tuple(n // self.sizes.unit >= self.fewest for n in lengths), self.sizes.unit
         parts = Parts(self.sp, tuple(lengths), split, unit)
-        if held is None or held == sum(parts.held):
+        if held is None or held == parts.here:
             return parts
-        if REPLICATED not in streams or held < sum(parts.held):
-            raise LongspanError(f"q, k and v should hold this rank's {sum(parts.held)} tokens, got {held}")
-        lengths[streams.index(REPLICATED)] = held - sum(parts.held)
+        if REPLICATED not in streams or held < parts.here:
+            raise LongspanError(f"q, k and v should hold this rank's {parts.here} tokens, got {held}")
+        lengths[streams.index(REPLICATED)] = held - parts.here
         return Parts(self.sp, tuple(lengths), split, unit)
 
     def split(self, x: Tensor, cut: Cut, name: str) -> Tensor:
@@ -162,41 +139,39 @@ class Tokens:
             return parts.split(x.unflatten(0, (-1, *parts.lengths)), 1).flatten(0, 1)
         if n == sum(parts.lengths):
             return parts.split(x, cut.dim)
-        if n not in (1, sum(parts.held)):
+        if n not in (1, parts.here):
             raise LongspanError(f"`{name}` has {n} tokens, the model {sum(parts.lengths)}; give one entry per token")
         return x
 
-    def join_output(self, x: Tensor, stream: int) -> Tensor:
-        """Return all tokens of the output; without `gather_output` zeros, and keep this rank's."""
-        parts = self.parts((stream,))
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output of a block with the tokens of all ranks. A hook."""
+        return _with(output, self.blocks[module][0].outputs, lambda x, cut, _: self.parts(cut.streams).join(x, cut.dim))
+
+    def join_exit(self, module: nn.Module, args: Any, x: Tensor) -> Tensor:
+        """Return all tokens of the output; without `gather_output` their places, and keep this rank's. A hook."""
+        parts = self.parts((self.exits[module],))
         if self.gather_output:
             return parts.join(x, 1)
-        zeros = x.new_zeros(x.shape[0], *parts.lengths, x.shape[2], requires_grad=True)
-        self.kept, self.had_gradients = Kept(x, zeros, zeros), torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        return zeros
+        self.mine, shape = x, (x.shape[0], *parts.lengths, x.shape[2])
+        return places(shape, x.device)
 
-    def keep_output(self, model: nn.Module) -> None:
-        """Let a model return this rank's tokens. Call before FSDP, which needs an output with gradients."""
-        model.register_forward_hook(self._restore_gradients, always_call=True)
-        model.register_forward_hook(self._output_of_rank)
-
-    def _restore_gradients(self, *_: Any) -> None:
-        if self.had_gradients is not None:
-            torch.set_grad_enabled(self.had_gradients)
-        self.had_gradients = None
-
-    def _output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
-        assert self.kept is not None
-        mine = self.kept.mine
-        self.kept = replace(self.kept, arranged=output[0], mine=mine.detach())
+    def output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Return this rank's tokens of the output. A hook, for before FSDP, which needs an output with gradients."""
+        mine, self.mine = self.mine, None
+        assert mine is not None
+        self.kept = output[0], mine.shape
         return (mine,) if isinstance(output, tuple) else transformer_output(mine)
+
+    @not_compiled
+    def split_all(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Split the arguments of a block. A hook."""
+        return None if self.is_split else ((), self.split_arguments(module, args, kwargs))
 
     def split_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a block by name, with this rank's part of those that it splits."""
-        signature, block, streams = self.blocks[module]
-        arguments = named_arguments(signature, module, args, kwargs)
-        cut = {path: (x, c) for path, x in tensors_in(arguments) if (c := block.arguments.get((path, x.dim())))}
+        block, streams = self.blocks[module]
+        arguments = named_arguments(module, args, kwargs)
+        cut = {path: (x, c) for path, x in tensors_in(arguments).items() if (c := block.arguments.get((path, x.dim())))}
         lengths = self.sizes.lengths
         if streams:
             lengths = tuple(x.shape[c.dim] for x, c in (cut[name] for name in streams))
@@ -226,7 +201,8 @@ class Tokens:
         shares = shard_sizes(self.sizes.rows, self.sp.size)
         return move_shards(x, self.sp.group, 1, 0, self.parts((0,)).of_ranks, shares)
 
-    def _switch_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def switch_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output of a block that has its own rows, with this rank's tokens of all rows. A hook."""
         if not self.sizes.rows or self.sp.group is None:
             return output
         shares = shard_sizes(self.sizes.rows, self.sp.size)
@@ -268,47 +244,10 @@ class Tokens:
         checkpointed.before_split = checkpoint  # type: ignore[attr-defined]
         set_checkpoint_function(model, checkpointed)
 
-    def install(self, model: nn.Module, structure: Structure) -> list[tuple[str, nn.Module, tuple[Any, ...]]]:
-        """Hook the splits and joins into a model; return its attention modules with the calls of each.
 
-        Raises:
-            LongspanError: for a block that the small copy does not have.
-        """
-        if problem := unknown_block(model, structure):
-            raise LongspanError(problem)
-        lists, attention = block_lists(model), []
-        for region, streams in structure.regions.items():
-            blocks = [(path, i, module) for path in region for i, module in enumerate(lists[path])]
-            for path, i, module in blocks:
-                block = structure.blocks[path][made_of(module)]
-                self.blocks[module] = inspect.signature(type(module).forward), block, streams
-                streams = ()
-                if block.switched:
-                    module.register_forward_hook(self._switch_back)
-                module.register_forward_pre_hook(self._split_hook(), with_kwargs=True)
-                attention += [
-                    (f"{path}.{i}.{name}".rstrip("."), module.get_submodule(name), calls)
-                    for name, calls in block.attention.items()
-                ]
-            if not structure.exits:
-                module.register_forward_hook(self._join_hook(self.blocks[module][1].outputs))
-        for path, stream in structure.exits.items():
-            join = functools.partial(self.join_output, stream=stream)
-            model.get_submodule(path).register_forward_hook(lambda module, args, output, join=join: join(output))
-        return attention
-
-    def _join_hook(self, paths: Paths) -> Any:
-        def join(x: Tensor, cut: Cut, name: str) -> Tensor:
-            return self.parts(cut.streams).join(x, cut.dim)
-
-        return lambda module, args, output: _with(output, paths, join)
-
-    def _split_hook(self) -> Any:
-        @not_compiled
-        def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return None if self.is_split else ((), self.split_arguments(module, args, kwargs))
-
-        return split_arguments
+def places(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the number of each entry of a tensor, in a dtype that a model which arranges entries keeps exact."""
+    return torch.arange(math.prod(shape), dtype=torch.float64, device=device).view(*shape)
 
 
 def _with(value: Any, paths: Paths, change: Callable[[Tensor, Cut, str], Tensor]) -> Any:

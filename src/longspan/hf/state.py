@@ -46,7 +46,7 @@ class DiffusionState:
     """The parts of a parallelized diffusion transformer."""
 
     sp: SequenceSharding
-    attention: str  # how tokens of different ranks attend to each other
+    layers: int  # in which tokens of different ranks attend to each other
     gradients: GradientAverage | None  # None with FSDP or on one rank
     tokens: Tokens
 
@@ -77,8 +77,8 @@ def explain(model: nn.Module) -> str:
     diffusion = getattr(model, "longspan_state", None)
     if isinstance(diffusion, DiffusionState):
         sp = diffusion.sp
-        ring = f" ring={sp.ring_size}" if sp.ring_size > 1 else ""
-        return f"mesh: data={sp.data_size}{ring} ulysses={sp.ulysses_size}\nattention: {diffusion.attention}"
+        axes = f"data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}"
+        return f"mesh: {axes}\nattention between ranks: in {diffusion.layers} layers"
     state = state_of(model)
     sp = state.sp
     tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"

@@ -20,7 +20,8 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.core.validation import read_text
-from longspan.diffusion.small import Draw, Inputs, find_layout, make_inputs
+from longspan.diffusion.small import Draw, Inputs, find_inputs, without_zeros
+from longspan.diffusion.structure import map_tensors, tensors_in
 from longspan.hf.model.pretrained import first_line
 from longspan.hf.parallelize import parallelize
 from longspan.verify.config import VerifyConfig
@@ -48,7 +49,7 @@ class Transformer:
         return {"the model": json.dumps(self.settings, sort_keys=True, default=str)}
 
     def build(self) -> Any:
-        """Return the model in fp32. No random weight is zero, as then gradients of others would be."""
+        """Return the model in fp32."""
         import diffusers
 
         diffusers.utils.logging.set_verbosity_error()  # it warns of the copy in fp64
@@ -56,13 +57,9 @@ class Transformer:
             if self.folder is not None:
                 return getattr(diffusers, self.name).from_pretrained(self.folder, torch_dtype=torch.float32)
             torch.manual_seed(self.config.seed)
-            model = getattr(diffusers, self.name).from_config(self.settings).float()
+            return without_zeros(getattr(diffusers, self.name).from_config(self.settings).float(), 0.02)
         except Exception as error:  # of any kind
             raise LongspanError(f"diffusers cannot make this {self.name}: {first_line(error)}") from error
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p), alpha=0.02)
-        return model
 
 
 def open_transformer(config: VerifyConfig) -> Transformer:
@@ -114,7 +111,9 @@ def compare(opened: Transformer) -> Report:
     references = unsharded_runs(lambda: model, run, config, sp.host_group)
     model = parallelize(model, sp, fsdp=config.fsdp)
     found = run(model)
-    parts = {name: whole_part(found[name]) for name in ("loss", "output", *sorted(found.keys() & inputs.keys()))}
+    parts = {
+        name: whole_part(found[name]) for name in ("loss", "output", *sorted(found.keys() & tensors_in(inputs).keys()))
+    }
     parts |= gradient_parts(model, sp)
     about = {"tokens": tokens, "text": "random latents and text", "data": 1}
     return make_report(config, sp, references, parts, about)
@@ -129,13 +128,13 @@ def run_with(inputs: Inputs, target: Tensor) -> Callable[[nn.Module], Tensors]:
 
     def run(model: nn.Module) -> Tensors:
         dtype = next(model.parameters()).dtype
-        own = {name: _copied(x, dtype) for name, x in inputs.items()}
+        own = map_tensors(inputs, lambda _, x: _copied(x, dtype))
         out = model(**own, return_dict=False)[0]
         loss = (out - target.to(out)).square().mean()
         loss.backward()
         found = {"loss": loss.detach().reshape(1), "output": out.detach().flatten(0, -2)}
-        tensors = {name: x for name, x in own.items() if isinstance(x, Tensor)}
-        found |= {name: x.grad.flatten(0, -2) for name, x in tensors.items() if x.grad is not None and x.dim() > 1}
+        grads = {name: x.grad for name, x in tensors_in(own).items()}
+        found |= {name: grad.flatten(0, -2) for name, grad in grads.items() if grad is not None and grad.dim() > 1}
         if not hasattr(model, "longspan_state"):
             found |= {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
             model.zero_grad(set_to_none=True)
@@ -144,12 +143,9 @@ def run_with(inputs: Inputs, target: Tensor) -> Callable[[nn.Module], Tensors]:
     return run
 
 
-def _copied(x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, tuple):
-        return tuple(_copied(each, dtype) for each in x)
-    if not (isinstance(x, Tensor) and x.is_floating_point()):
-        return x
-    return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
+def _copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x_copied = x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
+    return x_copied.requires_grad_(x.requires_grad)
 
 
 def _inputs(model: Any, config: VerifyConfig) -> tuple[Inputs, Tensor, int]:
@@ -158,8 +154,7 @@ def _inputs(model: Any, config: VerifyConfig) -> tuple[Inputs, Tensor, int]:
     scale = max(1, math.isqrt(config.context // 75))
     scale -= 1 - scale % 2
     draw = Draw(model.config, config.batch, (5, 3 * scale, 5 * scale), 5, generator, device)
-    layout = find_layout(model, lambda layout: make_inputs(type(model), draw, layout))
-    inputs = make_inputs(type(model), draw, layout)
+    layout, inputs = find_inputs(model, draw)
     tokens = math.prod(draw.grid if "F" in layout or "N" in layout else draw.grid[1:])
     with torch.no_grad():
         shape = model(**inputs, return_dict=False)[0].shape
