@@ -19,6 +19,7 @@ import longspan
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, Row, Setup, written
 from benchmarks.gpu.steps import BF16, FULL, WIDE, Step, device_hardware, fake_step, first_rank, measure, trained
 from longspan.core.memory import FASTEST, Memory
+from longspan.diffusion import check
 from longspan.diffusion.small import Draw, make_inputs
 from longspan.hf.state import state_of
 from longspan.plan import Job, longest_context
@@ -167,7 +168,8 @@ def _vision(setup: Setup, sp: longspan.SequenceSharding) -> Callable[[], object]
 def _video(setup: Setup, sp: longspan.SequenceSharding) -> Callable[[], object]:
     name, dtype = "WanTransformer3DModel", BF16 if setup.on_gpu else torch.float32
     changes: dict[str, Any] = setup.size({"num_attention_heads": 16, "attention_head_dim": 128, "ffn_dim": 8192}, {})
-    model = longspan.parallelize(make_model(name, **changes).to(setup.device, dtype), sp, fsdp=False)
+    with mock.patch.object(check, "_difference", return_value=""):  # ranks that do not exist send nothing to compare
+        model = longspan.parallelize(make_model(name, **changes).to(setup.device, dtype), sp, fsdp=False)
     generator, grid = torch.Generator().manual_seed(0), setup.size((8, 30, 52), (5, 3, 5))
     text, device = setup.size(512, 7), torch.device(setup.device)
     inputs = make_inputs(type(model), Draw(model.config, 1, grid, text, generator, device, dtype, "BCFHW"))
