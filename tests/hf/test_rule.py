@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,9 +99,7 @@ class _Models:
         return _Tower(config) if config.model_type == "gemma3n_vision" else AutoModel.from_config(config)
 
 
-def _gemma3n() -> Any:
-    modeling_gemma3n.AutoModel = _Models
-    return _model("gemma3n")
+without_timm = mock.patch.object(modeling_gemma3n, "AutoModel", _Models)
 
 
 def _with_inputs(model: Any, modalities: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -117,7 +116,7 @@ def _with_inputs(model: Any, modalities: tuple[str, ...]) -> dict[str, torch.Ten
 
 def _greedy(model: Any) -> torch.Tensor:
     options = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": list(range(40, 64)), "eos_token_id": None}
-    whole = _with_inputs(_gemma3n(), ("image", "audio"))
+    whole = _with_inputs(_model("gemma3n"), ("image", "audio"))
     found: torch.Tensor = model.eval().generate(**{k: x for k, x in whole.items() if k != "labels"}, **options)
     return found
 
@@ -125,11 +124,12 @@ def _greedy(model: Any) -> torch.Tensor:
 Mesh = tuple[int, int, str]
 
 
+@without_timm
 def _gemma3n_on_ranks(mesh: Mesh, fsdp: bool, truths: dict[tuple[str, ...], Truth], ids: torch.Tensor) -> None:
     sp = sharding(*mesh)
-    model = longspan.parallelize(_gemma3n(), sp, fsdp=fsdp, memory="auto").train()
+    model = longspan.parallelize(_model("gemma3n"), sp, fsdp=fsdp, memory="auto").train()
     for modalities, truth in truths.items():
-        compare(truth, model, _with_inputs(_gemma3n(), modalities), sp)
+        compare(truth, model, _with_inputs(_model("gemma3n"), modalities), sp)
         model.zero_grad()
     assert torch.equal(_greedy(model), ids)
 
@@ -144,11 +144,12 @@ RINGS: list[tuple[int, Mesh, bool]] = [
 
 
 @pytest.mark.parametrize(("ranks", "mesh", "fsdp"), [RINGS[0], *confirming(RINGS[1:])])
+@without_timm
 def test_rows_that_a_forward_adds(get_pool: Callable[[int], RankPool], ranks: int, mesh: Mesh, fsdp: bool) -> None:
     """Gemma-3n's forward fills up the embeddings of each sound to one number; then also batches without sounds."""
-    model = _gemma3n()
+    model = _model("gemma3n")
     assert [(x.modality, x.inside) for x in encoders_of(model)] == [("image", False), ("audio", True)]
-    truths = {x: truth_of(_gemma3n(), _with_inputs(model, x)) for x in EVERY_INPUT}
+    truths = {x: truth_of(_model("gemma3n"), _with_inputs(model, x)) for x in EVERY_INPUT}
     get_pool(ranks).run(_gemma3n_on_ranks, mesh, fsdp, truths, _greedy(model), timeout=120)
 
 
