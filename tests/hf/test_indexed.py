@@ -136,7 +136,10 @@ def test_one_process_with_pictures(
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    confirming((f, {"ring": ring, "ulysses": 2 // ring}) for f in ("qwen4_exp", "glm5_next") for ring in (1, 2)),
+    [
+        ("glm5_next", {"ring": 2}),
+        *confirming([("glm5_next", {"ulysses": 2}), ("qwen4_exp", {"ring": 2}), ("qwen4_exp", {"ulysses": 2})]),
+    ],
 )
 def test_generated_with_pictures(get_pool: Callable[[int], RankPool], family: str, mesh: dict[str, int]) -> None:
     chunks = {"max_new_tokens": 4, "prefill_chunk_size": 18}
