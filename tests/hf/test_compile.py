@@ -146,8 +146,12 @@ def _compare_model(
     ("pool", "family", "mesh", "memory", "lengths"),
     [
         *MODELS,
-        (2, "Bamba", {"ring": 2}, SAVED, (21,)),
-        *confirming([(2, "Mistral", {"ring": 2}, SAVED, lengths) for lengths in ((21,), (21, 26))]),
+        *confirming(
+            [
+                (2, "Bamba", {"ring": 2}, SAVED, (21,)),
+                *((2, "Mistral", {"ring": 2}, SAVED, lengths) for lengths in ((21,), (21, 26))),
+            ]
+        ),
     ],
     indirect=["pool"],
 )

@@ -236,9 +236,8 @@ def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
     ("family", "memory"),
     [
         ("Qwen3Moe", "fastest"),
-        ("Llama4Text", "longest"),
         ("LoRA", "longest"),  # of Qwen-3-MoE
-        *confirming([("Qwen3Moe", Memory(checkpointing="full")), ("Qwen3Moe", "longest")]),
+        *confirming([("Llama4Text", "longest"), ("Qwen3Moe", Memory(checkpointing="full")), ("Qwen3Moe", "longest")]),
     ],
 )
 def test_the_host_waits_once_per_layer_and_step(family: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import yaml
 
 from longspan.core.errors import LongspanError
+from tests.choose import confirming
 from tests.pool import RankPool, run_forked
 from tests.train.chats import write_rows
 from tests.train.training import COMMON, LLAMA, config_of, log_of, losses_of, train, write_config
@@ -78,7 +79,7 @@ def plain_log(toy: Path, kind: str) -> list[dict[str, Any]]:
     return log_of(out, STEPS)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("sft", 4), ("dpo", 2), ("gkd", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("sft", 4), ("gkd", 2), *confirming([("dpo", 2)])])
 def test_the_log_is_that_of_trl(
     get_pool: Callable[[int], RankPool], toy: Path, kind: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -143,12 +144,15 @@ def _alone(argv: list[str]) -> None:
         assert run(argv) == 0
 
 
+CONFIRMING = ("tensor axis", "elastic")  # the tests of trainers show the same
+
+
 def _eagerly(argv: list[str]) -> None:
     with torch.compiler.set_stance("force_eager"):
         train(argv)
 
 
-@pytest.mark.parametrize("name", list(FEATURES))
+@pytest.mark.parametrize("name", [*(x for x in FEATURES if x not in CONFIRMING), *confirming(CONFIRMING)])
 def test_features_train_as_on_one_process(pool2: RankPool, toy: Path, name: str, tmp_path: Path) -> None:
     if name == "4 bits":
         pytest.importorskip("bitsandbytes")

@@ -215,6 +215,7 @@ def _packed(mesh: dict[str, int] | None, folder: Path, out: Path, how: str) -> l
     return list(trainer.state.log_history)
 
 
+@pytest.mark.confirms
 @pytest.mark.slow
 def test_a_run_that_ended_in_a_save_resumes_on_another_mesh(pool4: RankPool, tmp_path: Path) -> None:
     """LoRA on a model that no rank ever holds whole, and packed text."""
