@@ -76,6 +76,15 @@ def check_mesh(get_pool: Callable[[int], RankPool], mesh: dict[str, int], model_
         assert outcome.kind == "equal", f"{case}: {outcome.kind}: {outcome.text}"
 
 
+@pytest.mark.parametrize("model_type", ["voxtral", *confirming(x for x in SOUNDS if x != "voxtral")])
+def test_a_prompt_with_sounds_is_read_in_chunks(get_pool: Callable[[int], RankPool], model_type: str) -> None:
+    """Transformers refuses raw inputs with a prompt in chunks, where it does not encode them first."""
+    chunks = {"max_new_tokens": 2, "prefill_chunk_size": 7}
+    case = Case(f"types/{model_type}", mesh={"ulysses": 2}, job="generate", generation=chunks, padding="left")
+    [outcome] = judge([case], get_pool)
+    assert outcome.kind == "equal", outcome.text
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ranks", "model_type"), confirming((n, x) for n in WITH_SOUNDS for x in SOUNDS))
 def test_sounds_on_meshes(get_pool: Callable[[int], RankPool], ranks: int, model_type: str) -> None:

@@ -89,13 +89,13 @@ def set_checkpointing(layer: Any, *, on: bool) -> None:
 def keep_from_generate(model: Any, keys: Container[str]) -> None:
     """Let `generate` of a model drop these arguments once it has the prompt's positions, and encode no pictures.
 
-    It would encode all of them before the first forward, and refuse pixels with a prompt in chunks.
+    It would encode all of them before the first forward, or refuse pixels and sounds with a prompt in chunks.
     """
 
-    def without(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def without(inputs: Any, model_kwargs: dict[str, Any], *_: Any) -> dict[str, Any]:
         return {key: value for key, value in model_kwargs.items() if key not in keys}
 
-    model._prepare_multimodal_encoder_kwargs_for_generation = without
+    model._maybe_prepare_encoder_kwargs_for_generation = without
 
 
 def tiles_of_image(height: int, width: int, pinpoints: list[list[int]], tile: int) -> int:
