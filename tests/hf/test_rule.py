@@ -51,7 +51,7 @@ def test_one_process(pool2: RankPool, model_type: str, ring: int, fsdp: bool) ->
 
 SOUNDS = (
     "audioflamingo3", "dots3_note", "fun_asr_nano", "gemma4", "glmasr", "granite_speech", "granite_speech_plus",
-    "moss_transcribe_diarize", "muse_spark", "qwen2_5_omni_thinker", "qwen3_asr",
+    "moss_transcribe_diarize", "muse_spark", "omniasr", "qwen2_5_omni_thinker", "qwen3_asr",
     "qwen3_omni_moe_thinker", "voxtral",
 )  # fmt: skip
 WITH_SOUNDS = {

@@ -2,8 +2,8 @@
 
 The rule: encoder functions (`get_image_features`, ...) return embeddings for placeholder tokens, the forward inserts
 them, also if they were computed before (`return_rows`), and the language model sees nothing else of the pictures. A
-forward that adds some of its own (Gemma-3n's to a short sound) is stopped where it would insert them
-(`rows_of_forward`), and they are inserted at the language model's entrance (`insert_rows`).
+forward that changes them first, or adds some of its own (Gemma-3n's to a short sound), is stopped where it would insert
+them (`rows_of_forward`), and they are inserted at the language model's entrance (`insert_rows`).
 
 Shape suffixes: B rows, n tokens of the sequence.
 """
@@ -45,7 +45,7 @@ class RuleEncoder(Encoder):
     apart: bool
     kind: Any = field(compare=False)  # class of the module with the function
     frames: int = 1  # of an example's video
-    inside: bool = False  # whether the forward adds rows before it inserts them
+    inside: bool = False  # whether the forward changes or adds rows before it inserts them
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -246,8 +246,6 @@ def _try(model: Any, modality: str, frames: int, inside: bool) -> RuleEncoder | 
         units = pictures_in(given, keys[0])
         parts = [] if units is None else [encoder.part(core, given, i, i + 1) for i in range(len(units))]
         rows = rows_in(whole)
-        if inside and len(rows) <= len(rows_in(run_encoder(core, modality, given))):
-            raise LongspanError(f"changes the embeddings of its {modality}s before it inserts them")
         try:
             apart = [rows_in(run_encoder(core, modality, part, inside)) for part in parts]
             independent = bool(parts) and _close(torch.cat(apart), rows)
