@@ -83,13 +83,12 @@ def batch(model: Any, replica: tuple[int, int] = (0, 1), *, side: str = "left", 
     made: dict[str, Tensor] = {}
     for number, encoder in enumerate(encoders):
         token = getattr(config, encoder.token)
-        inside = getattr(encoder, "inside", False)
-        given = example(core, encoder.modality, g, frames=getattr(encoder, "frames", 1), inside=inside)
+        given = example(core, encoder.modality, g, frames=getattr(encoder, "frames", 1), inside=encoder.inside)
         if token in kinds or given is None:  # one token stands for images and videos
             continue
         kinds[token] = number + 1
         with torch.no_grad():
-            output = run_encoder(core, encoder.modality, given, inside)
+            output = run_encoder(core, encoder.modality, given, encoder.inside)
         sizes = sizes_in(output)
         apart = getattr(encoder, "apart", True) and len(sizes) == 2
         rows_of = (0, 2) if apart else (0,) * len(sizes)

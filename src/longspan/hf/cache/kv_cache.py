@@ -167,7 +167,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.layer_caches: dict[int, LayerCache] = {}
         # The first layer whose state cannot go back to fewer tokens, and why.
         kinds = [f"{x.name} is recurrent" for x in state.mixers.layers]
-        self.recurrent = next(iter(kinds + [f"{x} {chooser.state}" for x, chooser in choosers if chooser.state]), None)
+        kinds += [f"{x} {chooser.no_rollback}" for x, chooser in choosers if chooser.no_rollback]
+        self.no_rollback = next(iter(kinds), None)
         self.recurrent_layers: dict[str, RecurrentLayer] = {}  # by the name of the module
         self.updated_layer: int | None = None  # of the attention in progress
         self.announced = 0  # tokens of the whole prompt, if it is read in chunks
@@ -305,7 +306,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        return self.recurrent is None and all(store.start == 0 for store in self.layer_caches.values())
+        return self.no_rollback is None and all(store.start == 0 for store in self.layer_caches.values())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -342,9 +343,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if length == past:
             return
         self.check_complete()
-        if self.recurrent is not None:
+        if self.no_rollback is not None:
             raise LongspanError(
-                f"layer {self.recurrent}, and its state after {past} tokens cannot go back to {length}; "
+                f"layer {self.no_rollback}, and its state after {past} tokens cannot go back to {length}; "
                 f"make a new cache for the first {length}"
             )
         discarded = next((layer for layer, store in self.layer_caches.items() if store.start and not all_stored), None)
@@ -360,9 +361,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
-        if self.recurrent is not None:
+        if self.no_rollback is not None:
             raise LongspanError(
-                f"layer {self.recurrent}, and its state cannot forget drafted tokens that are rejected; "
+                f"layer {self.no_rollback}, and its state cannot forget drafted tokens that are rejected; "
                 f"generate without assistant_model and prompt_lookup_num_tokens"
             )
         if self.rollback is None:

@@ -61,7 +61,7 @@ class Chooser(Protocol):
     """The attention of a layer whose queries attend to chosen keys (indexed.py, blocks.py, compressed.py)."""
 
     caches: bool  # whether it generates with a sharded cache
-    state: str  # what it does, if its cache cannot go back to fewer tokens
+    no_rollback: str  # why its cache cannot go back to fewer tokens; "" if it can
 
     def check(self, name: str, info: SequenceInfo) -> None:
         """Raise for a batch from which one process would choose otherwise; `name` is the model's."""

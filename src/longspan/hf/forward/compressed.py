@@ -42,7 +42,7 @@ from longspan.hf.model.support import HELP
 class CompressedLayer(ChoosingLayer):
     """Binds an attention layer with a compressor; holds what its call in progress attends to."""
 
-    caches, state = True, "compresses neighbouring tokens"
+    caches, no_rollback = True, "compresses neighbouring tokens"
 
     def __init__(self, layer: Any, name: str) -> None:
         super().__init__(layer, name, layer.compressor, self._compress)

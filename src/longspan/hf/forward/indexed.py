@@ -62,11 +62,11 @@ class ChoosingLayer:
         part: the module; None for a layer that uses what a layer before it has chosen.
         own: the module's own forward, which `choose` replaces.
         caches: whether the layer generates with a sharded cache.
-        state: what the layer does, if its cache cannot go back to fewer tokens.
+        no_rollback: why its cache cannot go back to fewer tokens; "" if it can.
         counts_padding: whether the module counts padding on the left, too.
     """
 
-    caches, counts_padding, state = False, True, ""
+    caches, counts_padding, no_rollback = False, True, ""
 
     def __init__(self, layer: Any, name: str, part: Any, choose: Callable[..., Any]) -> None:
         self.name, self.part, self._info = name, part, list[Any]()

@@ -208,7 +208,7 @@ class VisionTower(Stage):
             other = self._like_other_replica(encoder, pictures) if by_rule else None
             if pictures is not None:
                 output = _embed(pictures, encoder, self.core, self.sp, whole=whole)
-                if isinstance(encoder, RuleEncoder) and encoder.inside:
+                if encoder.inside:
                     here_BL = call.inputs["input_ids"] == getattr(call.model.config, encoder.token)
                     self.inserted.append(insert_rows(self.core, here_BL, rows_in(output)))
                 else:

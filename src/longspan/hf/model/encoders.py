@@ -36,6 +36,8 @@ class Encoder(ABC):
     pixels: str  # batch key of the pixels
     token: str  # config entry with the id of placeholders
 
+    inside = False  # whether the forward changes or adds rows before it inserts them
+
     @property
     def all_keys(self) -> tuple[str, ...]:
         """Batch keys of pixels, and of what else the encoder function reads by rule."""
